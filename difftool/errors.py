@@ -1,0 +1,25 @@
+"""The one exception that a user's mistake raises: what was found, what was expected, what to do."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """A mistake that the user can mend; printed without a traceback, exit status 1.
+
+    Args:
+        found: what difftool met, one sentence without its full stop.
+        expected: what it needed instead, if that is not obvious.
+        fix: what to do next.
+    """
+
+    def __init__(self, found: str, expected: str = "", fix: str = "") -> None:
+        self.found, self.expected, self.fix = found, expected, fix
+        sentences = [part if part[-1] in ".?!" else f"{part}." for part in (found, expected, fix) if part]
+        super().__init__(" ".join(sentences))
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """Return ``" Did you mean 'x'?"`` for the closest choice, or an empty string."""
+    close = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)
+    return f" Did you mean '{close[0]}'?" if close else ""

@@ -1,0 +1,1 @@
+"""Convert a checkpoint to another architecture that starts as exactly the same function."""

@@ -1,0 +1,199 @@
+"""Convert a checkpoint to a target: open, plan, stream, verify, record, publish."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from difftool.checkpoint import fingerprint, open_checkpoint, require_weights
+from difftool.folder import new_folder
+from difftool.header import torch_dtype
+from difftool.provenance import (
+    SourceRecord,
+    Step,
+    read_provenance,
+    versions,
+    write_provenance,
+)
+from difftool.shards import Way, plan_shards, write_shards
+from difftool.sources import Source, open_source
+from difftool.surgery.card import write_card
+from difftool.surgery.host import read_host
+from difftool.surgery.package import carry_files, write_code, write_config
+from difftool.surgery.plan import Plan, parse_options, plan_conversion
+from difftool.surgery.verify import Comparison, as_metrics, verify
+
+Report = Callable[[str, int, int], None]  # what is done, how much of it, of how much
+SMALL = 2 * 10**9  # bytes in float32 up to which a model is verified in float32 as well
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """Options of `convert`; the command line's have the same names.
+
+    Attributes:
+        to: name of the target.
+        settings: the target's options (`--set key=value`).
+        dtype: of the floating weights ("float32", …); None keeps each tensor's own.
+        shard_size: bytes per shard; None keeps the source's files.
+        link: hard-link files that do not change instead of copying them.
+        verify: load the result back and compare it with the source.
+        force: replace an existing output.
+        max_memory: bytes that weights may take while verifying.
+        allow_network: whether a hub id may be fetched.
+    """
+
+    to: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    dtype: str | None = None
+    shard_size: int | None = None
+    link: bool = False
+    verify: bool = True
+    force: bool = False
+    max_memory: int | None = None
+    allow_network: bool = True
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What `convert` made."""
+
+    path: Path
+    source: SourceRecord
+    plan: Plan
+    ways: dict[str, Way]
+    comparisons: list[Comparison]
+    seconds: float
+
+
+DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+def plan_source(source: Source, options: ConvertOptions) -> Plan:
+    """Decide a conversion from headers, or from config and index alone; writes nothing."""
+    settings = parse_options(options.to, options.settings)
+    checkpoint = open_checkpoint(source.path)
+    dtype = DTYPES[options.dtype] if options.dtype else None
+    return plan_conversion(checkpoint, read_host(checkpoint), options.to, settings, dtype=dtype)
+
+
+def default_output(source: Source, target: str) -> Path:
+    return Path(f"{source.name}-{target}")
+
+
+def convert(
+    source: str,
+    out: Path | None,
+    options: ConvertOptions,
+    *,
+    command: str = "difftool.surgery.convert.convert",
+    report: Report = lambda what, done, total: None,
+) -> Converted:
+    """Convert `source` into the new folder `out`, which appears only when all is done and proved.
+
+    Args:
+        source: what `open_source` understands.
+        out: the new folder; None for `<name>-<target>` in the current one.
+        options: see `ConvertOptions`.
+        command: what the model card names as the way it was made.
+        report: called as the work goes on.
+
+    Raises:
+        UserError: a source that cannot be converted, a fault in it, or a failed verification.
+    """
+    with open_source(
+        source, dtype=options.dtype, allow_network=options.allow_network
+    ) as opened:
+        plan = plan_source(opened, options)
+        require_weights(plan.source)
+        target = out or default_output(opened, options.to)
+        with new_folder(target, force=options.force, sources=(opened.path,)) as folder:
+            return _write(folder, target, opened, plan, options, command, report)
+
+
+def _write(
+    folder: Path,
+    out: Path,
+    source: Source,
+    plan: Plan,
+    options: ConvertOptions,
+    command: str,
+    report: Report,
+) -> Converted:
+    started = time.perf_counter()
+    record = SourceRecord(
+        id=source.id, revision=source.revision, fingerprint=fingerprint(plan.source)
+    )
+    carry_files(source.path, folder)
+    write_config(folder, plan.config)
+    write_code(folder, plan.shim, plan.targets)
+    ways = _write_weights(folder, plan, options, report)
+    comparisons = _verify(source.path, folder, plan, options, report)
+    seconds = time.perf_counter() - started
+    write_card(folder, plan, record, command, comparisons)
+    step = Step(
+        stage="convert",
+        options={"to": plan.target, **plan.options.model_dump(), "dtype": options.dtype},
+        source=record,
+        output_fingerprint=fingerprint(open_checkpoint(folder)),
+        versions=versions(),
+        seconds=round(seconds, 3),
+        metrics={"exactness": plan.exactness, **as_metrics(comparisons)},
+    )
+    chain = read_provenance(source.path)
+    write_provenance(folder, chain.model_copy(update={"steps": (*chain.steps, step)}))
+    return Converted(out, record, plan, ways, comparisons, seconds)
+
+
+def _write_weights(
+    folder: Path, plan: Plan, options: ConvertOptions, report: Report
+) -> dict[str, Way]:
+    shards = plan_shards(
+        plan.outputs,
+        plan.source,
+        shard_of=_new_shard(plan, options),
+        shard_size=options.shard_size,
+    )
+    total, done = sum(file.nbytes for file in shards.files), 0
+
+    def progress(count: int) -> None:
+        nonlocal done
+        done += count
+        report("writing", done, total)
+
+    return write_shards(
+        folder, shards, how="link" if options.link else "reflink", progress=progress
+    )
+
+
+def _new_shard(plan: Plan, options: ConvertOptions) -> dict[str, str]:
+    """Put new tensors into a file of their own where that leaves the source's files unchanged."""
+    changed = [
+        name
+        for name, output in plan.outputs.items()
+        if name in plan.source.tensors and output.__class__.__name__ == "Computed"
+    ]
+    new = [name for name in plan.outputs if name not in plan.source.tensors]
+    if changed or not new or not (plan.source.index or options.link):
+        return {}
+    if plan.source.index:
+        return dict.fromkeys(new, f"model-{plan.target}.safetensors")
+    first, second = (f"model-0000{n}-of-00002.safetensors" for n in (1, 2))
+    return dict.fromkeys(plan.source.tensors, first) | dict.fromkeys(new, second)
+
+
+def _verify(
+    source: Path, folder: Path, plan: Plan, options: ConvertOptions, report: Report
+) -> list[Comparison]:
+    if not options.verify:
+        return []
+    report("verifying", 0, 1)
+    own = torch_dtype(DTYPES[options.dtype] if options.dtype else plan.host.dtype)
+    parameters = sum(output.nbytes for output in plan.outputs.values()) / own.itemsize
+    dtypes = (own,) if own == torch.float32 or parameters * 4 > SMALL else (own, torch.float32)
+    comparisons = verify(source, folder, plan.exactness, dtypes, max_memory=options.max_memory)
+    report("verifying", 1, 1)
+    return comparisons

@@ -1,0 +1,219 @@
+"""What the surgery knows of a checkpoint: its family, its geometry, what was grafted before."""
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    MODEL_MAPPING,
+    PretrainedConfig,
+)
+
+from difftool.checkpoint import Checkpoint
+from difftool.errors import UserError, did_you_mean
+from difftool.surgery.families import FAMILIES, NO_STREAM, Family, Readers
+from difftool.surgery.targets import target_names
+
+QUANTISED_BESIDE_ATTENTION = ("mxfp4",)  # leaves attention and norms in floating point
+AUTO_CLASSES = {
+    "AutoModel": MODEL_MAPPING,
+    "AutoModelForCausalLM": MODEL_FOR_CAUSAL_LM_MAPPING,
+    "AutoModelForSequenceClassification": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    "AutoModelForTokenClassification": MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+}
+FLOATS = ("BF16", "F16", "F32", "F64")
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes of the attention: `heads` softmax heads over `kv_heads`, each `head_dim` wide."""
+
+    layers: int
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class Host:
+    """The model that a target is grafted onto.
+
+    Attributes:
+        model_type: of the family, without the targets grafted before ("llama").
+        targets: the targets that the checkpoint already has.
+        config: config.json as it stands.
+        prefix: what precedes the base model's names in the checkpoint ("model.", or "").
+        dtype: the floating dtype that most bytes have, in safetensors' spelling.
+    """
+
+    model_type: str
+    family: Family
+    targets: tuple[str, ...]
+    architecture: str
+    config: dict[str, Any]
+    geometry: Geometry
+    prefix: str
+    dtype: str
+
+    @property
+    def readers(self) -> Readers:
+        if self.config.get("use_parallel_residual", False) and self.family.parallel_readers:
+            return self.family.parallel_readers
+        return self.family.readers
+
+    @property
+    def layer_prefix(self) -> str:
+        """What precedes a decoder layer's number in tensor names ("model.layers.")."""
+        return f"{self.prefix}{self.family.layers}."
+
+
+def read_host(checkpoint: Checkpoint) -> Host:
+    """Tell what model a checkpoint holds.
+
+    Raises:
+        UserError: unknown or unsuitable architecture, quantised weights, a wrapper around a
+            language model, or a config that transformers rejects.
+    """
+    config = checkpoint.config
+    _refuse_wrapper(config)
+    model_type = config.get("host_model_type", config.get("model_type"))
+    family = _find_family(model_type, config)
+    _refuse_quantised(config)
+    resolved = resolve_config(config)
+    prefix = _find_prefix(checkpoint, family)
+    return Host(
+        model_type=model_type,
+        family=family,
+        targets=tuple(name for name in target_names() if name in config),
+        architecture=_find_architecture(config, model_type, prefix),
+        config=config,
+        geometry=read_geometry(resolved),
+        prefix=prefix,
+        dtype=_find_dtype(checkpoint),
+    )
+
+
+def resolve_config(config: dict[str, Any]) -> PretrainedConfig:
+    """Return the family's own config object, defaults filled in and old spellings understood."""
+    plain = {key: value for key, value in config.items() if key not in ("auto_map", "model_type")}
+    model_type = config.get("host_model_type", config["model_type"])
+    try:
+        return CONFIG_MAPPING[model_type].from_dict(plain)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(
+            f"transformers rejects the config.json of this {model_type} model: {error}"
+        ) from error
+
+
+def read_geometry(resolved: PretrainedConfig) -> Geometry:
+    heads = resolved.num_attention_heads
+    return Geometry(
+        layers=resolved.num_hidden_layers,
+        hidden_size=resolved.hidden_size,
+        heads=heads,
+        kv_heads=getattr(resolved, "num_key_value_heads", None) or heads,
+        head_dim=getattr(resolved, "head_dim", None) or resolved.hidden_size // heads,
+    )
+
+
+def _refuse_wrapper(config: dict[str, Any]) -> None:
+    inner = config.get("text_config")
+    if isinstance(inner, dict):
+        raise UserError(
+            f"{config.get('model_type')} wraps a language model "
+            f"({inner.get('model_type', 'under text_config')}) together with other towers",
+            "a language model of its own",
+            "Save the language model alone (model.language_model.save_pretrained) and convert that",
+        )
+
+
+def _find_family(model_type: object, config: dict[str, Any]) -> Family:
+    supported = f"one of {', '.join(sorted(FAMILIES))}"
+    if not isinstance(model_type, str):
+        raise UserError("config.json has no model_type", supported)
+    if model_type in FAMILIES:
+        return FAMILIES[model_type]
+    why = NO_STREAM.get(model_type)
+    if why is None and "auto_map" in config:
+        why = "it is defined by code in the checkpoint, which difftool cannot graft onto"
+    if why is None and model_type in CONFIG_MAPPING:
+        why = "no line in difftool's table of families says where its parts are"
+    if why is None:
+        why = "neither transformers nor difftool knows this model_type"
+    hint = did_you_mean(model_type, FAMILIES).strip()
+    raise UserError(f"{model_type} is not supported: {why}", supported, hint)
+
+
+def _refuse_quantised(config: dict[str, Any]) -> None:
+    quantisation = config.get("quantization_config")
+    if not quantisation:
+        return
+    method = quantisation.get("quant_method", "unknown")
+    if method in QUANTISED_BESIDE_ATTENTION:
+        return
+    raise UserError(
+        f"the checkpoint is already quantised ({method})",
+        "floating-point weights",
+        "Convert the model it was made from, then quantise the result",
+    )
+
+
+def _find_prefix(checkpoint: Checkpoint, family: Family) -> str:
+    if not checkpoint.names:
+        return _usual_prefix(checkpoint.config)
+    pattern = re.compile(rf"(.*?){re.escape(family.layers)}\.0\.")
+    for name in checkpoint.names:
+        if match := pattern.match(name):
+            return match[1]
+    raise UserError(
+        f"{checkpoint.path} has no tensor of a decoder layer ({family.layers}.0.…)",
+        f"the weights of a {checkpoint.config.get('model_type')} model",
+    )
+
+
+def _usual_prefix(config: dict[str, Any]) -> str:
+    """Return the prefix that transformers saves, for a config without weights or index."""
+    resolved = type(resolve_config(config))
+    base = MODEL_MAPPING[resolved]
+    return "" if base.__name__ in (config.get("architectures") or ()) else f"{base.base_model_prefix}."
+
+
+def _find_architecture(config: dict[str, Any], model_type: str, prefix: str) -> str:
+    """Return the class that the weights belong to, as transformers names it.
+
+    Raises:
+        UserError: the config names a class that is not one of the family's in transformers.
+    """
+    resolved = type(resolve_config(config))
+    known = {
+        mapping[resolved].__name__
+        for mapping in AUTO_CLASSES.values()
+        if resolved in mapping and not isinstance(mapping[resolved], tuple)
+    }
+    named = config.get("host_architecture") or next(iter(config.get("architectures") or ()), None)
+    if named is None:
+        return MODEL_FOR_CAUSAL_LM_MAPPING[resolved].__name__ if prefix else MODEL_MAPPING[resolved].__name__
+    if named not in known:
+        raise UserError(
+            f"config.json names the architecture {named}",
+            f"a class of the {model_type} family in transformers: {', '.join(sorted(known))}",
+        )
+    return str(named)
+
+
+def _find_dtype(checkpoint: Checkpoint) -> str:
+    """Return the floating dtype of most bytes; without weights, what the config says."""
+    totals = Counter[str]()
+    for tensor in checkpoint.tensors.values():
+        if tensor.dtype in FLOATS:
+            totals[tensor.dtype] += tensor.nbytes
+    if totals:
+        return totals.most_common(1)[0][0]
+    named = str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "bfloat16")
+    return {"float32": "F32", "float16": "F16", "float64": "F64"}.get(named, "BF16")

@@ -1,0 +1,113 @@
+"""Load a checkpoint, plain or made by difftool, without executing anything that lies in its folder."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from difftool.checkpoint import Checkpoint, open_checkpoint
+from difftool.errors import UserError
+from difftool.surgery.host import Host, read_host
+from difftool.surgery.shim import model_class
+
+SHARE_OF_MEMORY = 0.7  # of what is free, that a model's weights may take before they go to disk
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+@contextmanager
+def loaded_model(
+    folder: Path, dtype: torch.dtype, *, max_memory: int | None = None
+) -> Iterator[PreTrainedModel]:
+    """Yield the checkpoint's model in eval mode on the CPU, its weights offloaded if too large.
+
+    Args:
+        folder: a checkpoint of a family that difftool knows, with or without targets.
+        dtype: of the floating weights.
+        max_memory: bytes that the weights may take; what exceeds them is read from disk layer by
+            layer in each forward pass. None takes a share of what is free.
+
+    Raises:
+        UserError: a weight is missing from the checkpoint or does not fit the model.
+    """
+    checkpoint = open_checkpoint(folder)
+    host = read_host(checkpoint)
+    limit = int(psutil.virtual_memory().available * SHARE_OF_MEMORY)
+    limit = limit if max_memory is None else max_memory
+    size = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+    size = int(size * dtype.itemsize / torch_itemsize(host))
+    with tempfile.TemporaryDirectory(prefix="difftool-offload-") as scratch, _quiet():
+        placement: dict[str, Any] = {}
+        if size > limit:
+            placement = {
+                "device_map": "auto",
+                "max_memory": {"cpu": limit},
+                "offload_folder": scratch,
+            }
+        yield _load(checkpoint, host, dtype, placement)
+
+
+def torch_itemsize(host: Host) -> int:
+    return {"F64": 8, "F32": 4}.get(host.dtype, 2)
+
+
+def _load(
+    checkpoint: Checkpoint, host: Host, dtype: torch.dtype, placement: dict[str, Any]
+) -> PreTrainedModel:
+    model, report = model_class(host).from_pretrained(
+        checkpoint.path,
+        dtype=dtype,
+        output_loading_info=True,
+        use_safetensors=True,
+        local_files_only=True,
+        **placement,
+    )
+    faults = [*report["missing_keys"], *report["mismatched_keys"]]
+    if faults:
+        raise UserError(
+            f"{checkpoint.path} lacks weights of {host.architecture}: {faults[0]}"
+            + (f" and {len(faults) - 1} more" if len(faults) > 1 else ""),
+            "a weight for every parameter",
+        )
+    loaded: PreTrainedModel = model.eval()
+    if not placement:
+        _align(loaded)
+    return loaded
+
+
+def _align(model: PreTrainedModel) -> None:
+    """Move the weights out of the mapped file into memory that torch aligned itself.
+
+    In the file a tensor lies wherever the header's length puts it, and a matrix-vector product may
+    round differently by where its operand starts: two copies of one model would differ by that.
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers' own progress bars and loading report out of the terminal."""
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        logging.enable_progress_bar()
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+    """Return the folder's tokenizer, or None where it has none."""
+    if not any((folder / name).exists() for name in TOKENIZER_FILES):
+        return None
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+    )
+    return tokenizer

@@ -1,0 +1,1 @@
+"""Slow, obvious oracles written from the formulas; they import nothing from difftool."""
