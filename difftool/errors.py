@@ -9,13 +9,18 @@ class UserError(Exception):
 
     Args:
         found: what difftool met, one sentence without its full stop.
-        expected: what it needed instead, if that is not obvious.
+        expected: what it needed instead, after the word "Expected"; or a sentence of its own.
         fix: what to do next.
     """
 
     def __init__(self, found: str, expected: str = "", fix: str = "") -> None:
         self.found, self.expected, self.fix = found, expected, fix
-        sentences = [part if part[-1] in ".?!" else f"{part}." for part in (found, expected, fix) if part]
+        wanted = (
+            f"Expected {expected}" if expected[:1].islower() or expected[:1].isdigit() else expected
+        )
+        sentences = [
+            part if part[-1] in ".?!" else f"{part}." for part in (found, wanted, fix) if part
+        ]
         super().__init__(" ".join(sentences))
 
 

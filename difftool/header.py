@@ -113,7 +113,7 @@ def build_header(
 ) -> bytes:
     """Return what stands before the data of `tensors` (name -> dtype, shape), stored in turn.
 
-    Padded with spaces so that the data begin at a multiple of 64 bytes, as vector instructions like it.
+    Padded with spaces so that the data begin at a multiple of 64 bytes, as vector loads like it.
     """
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0

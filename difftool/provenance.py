@@ -69,6 +69,7 @@ def read_provenance(folder: Path) -> Provenance:
 
 
 def write_provenance(folder: Path, provenance: Provenance) -> None:
+    """Write difftool.json into a folder."""
     text = json.dumps(provenance.model_dump(mode="json"), indent=2, ensure_ascii=False)
     (folder / PROVENANCE).write_text(text + "\n", encoding="utf-8")
 

@@ -408,7 +408,7 @@ and demos run offline, in seconds, on weights that were trained rather than draw
 | Data | Python {python} standard library: {documents:,} documents, {bytes:,} bytes |
 | Corpus sha256 | `{sha}` |
 | Split | one document in twenty held out by the hash of its name: {held_out} documents |
-| Training | {recipe.steps:,} steps × {recipe.batch} windows: {tokens:,} tokens, {epochs:.2f} epochs |
+| Training | {recipe.steps:,} steps × {recipe.batch} rows: {tokens:,} tokens, {epochs:.2f} epochs |
 | Optimiser | AdamW {recipe.peak_rate:g} (β .9/.95, decay {recipe.weight_decay:g}, clip \
 {recipe.clip:g}), warm-up {recipe.warmup_steps} steps, constant, then linear over the last \
 {recipe.decay_fraction:.0%} to {recipe.final_fraction:.0%} |

@@ -25,12 +25,13 @@ def pytest_unconfigure() -> None:
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the test, and the processes it starts, off the network."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
 @pytest.fixture
 def online(monkeypatch: pytest.MonkeyPatch, offline: None) -> None:
     """Undo `offline`, for a test that serves a hub of its own on this machine."""
-    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
 
 
@@ -43,8 +44,8 @@ def tiny() -> Path:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """Texts, configs and a small checkpoint that are too large, or not ours, to lie in the repository."""
-    return _existing(ROOT.parent / "shared" / "data", "DIFFTOOL_TEST_DATA", "a folder with the data")
+    """Texts, configs and a small checkpoint that are not to lie in the repository."""
+    return _existing(ROOT.parent / "shared" / "data", "DIFFTOOL_TEST_DATA", "that folder")
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 import copy
 import functools
 import gc
-import re
 import threading
 import weakref
 from pathlib import Path
@@ -20,7 +19,6 @@ from tiny_models import (
     export,
     graft,
     greedy,
-    grafted_class,
     logits_of,
     make_batch,
     make_config,
@@ -43,6 +41,11 @@ from difftool.surgery.families import FAMILIES
 ROUNDING = 2e-5
 WHOLE = 100  # sublayers in a block: more than any tiny model has
 
+STRUCTURES = [  # one per family, and the variants that wire a layer differently
+    name
+    for name, tiny in TINY.items()
+    if name == tiny.family or name in ("gpt_neox-sequential", "stablelm-parallel-query-norm")
+]
 LAYOUTS = ["llama", "olmo2", "gemma3_text", "cohere", "gpt_neox", "gpt2"]  # one of each kind
 COMPOSABLE = [name for name, tiny in TINY.items() if FAMILIES[tiny.family].no_diffv2 is None]
 
@@ -56,6 +59,13 @@ def source_of(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 def build_random(name: str, *targets: str, **options: Any) -> PreTrainedModel:
     """A grafted model far from its start: depth queries and gains are random with all the rest."""
     model = graft(source_of(name), *(targets or ("attnres",)), **options)
+    randomise(model, seed=1)
+    return model
+
+
+def build_shallow(*targets: str) -> PreTrainedModel:
+    """Two layers only, for what traces the model: it takes long."""
+    model = graft(make_model("llama", num_hidden_layers=2), *targets)
     randomise(model, seed=1)
     return model
 
@@ -101,9 +111,12 @@ def test_the_start_with_differential_attention_equals_the_source(
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, WHOLE])
 def test_the_start_is_exact_for_any_block_size(size: int) -> None:
+    ids, mask = make_batch()
     for name in ("llama", "cohere", "olmo2"):
         source = source_of(name)
-        check_start(source, graft(source, "attnres", block_size=size), bits=True)
+        model = graft(source, "attnres", block_size=size)
+        expected, actual = (logits_of(m, ids, mask)[mask.bool()] for m in (source, model))
+        assert torch.equal(actual, expected)
 
 
 def test_the_order_of_the_two_mixins_does_not_matter() -> None:
@@ -226,7 +239,7 @@ def host_and_reads(model: PreTrainedModel, ids: Tensor, mask: Tensor):
 
 
 @pytest.mark.parametrize(
-    ("name", "size"), [*((name, 2) for name in TINY), *((name, 3) for name in LAYOUTS)]
+    ("name", "size"), [*((name, 2) for name in STRUCTURES), *((name, 3) for name in LAYOUTS)]
 )
 def test_every_family_equals_its_own_sublayers_in_an_explicit_loop(name: str, size: int) -> None:
     ids, mask = make_batch()
@@ -248,7 +261,7 @@ def test_every_family_equals_its_own_sublayers_in_an_explicit_loop(name: str, si
 # -- what a user does with such a model ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [name for name in TINY if TINY[name].prefix_stable])
+@pytest.mark.parametrize("name", STRUCTURES)
 def test_cached_decoding_matches_the_full_forward(name: str) -> None:
     ids, mask = make_batch()
     model = build_random(name)
@@ -336,16 +349,15 @@ def test_reentrant_checkpointing_is_refused() -> None:
 
 def test_compiles_as_one_graph_to_the_same_numbers() -> None:
     ids, mask = make_batch()
-    model = build_random("llama", "diffv2", "attnres")
+    model = build_shallow("attnres", "diffv2")
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     actual = logits_of(compiled, ids, mask, use_cache=False)
     assert_near(actual[mask.bool()], logits_of(model, ids, mask)[mask.bool()], ROUNDING)
 
 
-@pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
-def test_exports_with_dynamic_batch_and_length(strict: bool) -> None:
-    model = build_random("llama", "diffv2", "attnres")
-    exported = export(model, strict=strict)
+def test_exports_with_dynamic_batch_and_length() -> None:
+    model = build_shallow("attnres")
+    exported = export(model)
     for batch, length in ((2, 20), (3, 11)):
         ids, mask = make_batch(batch=batch, length=length, padding=2)
         actual = exported(input_ids=ids, attention_mask=mask, use_cache=False).logits
@@ -358,7 +370,11 @@ def test_two_threads_run_one_model_at_once() -> None:
     batches = [make_batch(seed, length=12 + 4 * seed) for seed in (0, 1)]
     expected = [logits_of(model, ids, mask) for ids, mask in batches]
     barrier = threading.Barrier(2, timeout=60)
-    hook = model.model.layers[1].register_forward_pre_hook(lambda *_: barrier.wait() and None)
+
+    def meet(*_: Any) -> None:
+        barrier.wait()
+
+    hook = model.model.layers[1].register_forward_pre_hook(meet)
     results: dict[int, Tensor] = {}
 
     def run(which: int) -> None:
@@ -420,10 +436,22 @@ def test_a_copy_is_independent() -> None:
     assert torch.equal(logits_of(model, ids, mask), changed)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "mixtral", "gpt2", "deepseek_v3"])
+RENAMED_WHEN_SAVED = pytest.mark.xfail(
+    reason="transformers reverses its renaming .block_sparse_moe. -> .mlp. with the dots as regular "
+    "expressions, which also match in .mlp_res_proj"
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=RENAMED_WHEN_SAVED) if name in ("mixtral", "phimoe") else name
+        for name in STRUCTURES
+    ],
+)
 def test_saved_and_loaded_again_it_is_the_same_model(name: str, tmp_path: Path) -> None:
     ids, mask = make_batch()
-    model = build_random(name)
+    model = build_random(name, *(["diffv2"] if name in COMPOSABLE else []), "attnres")
     model.save_pretrained(tmp_path)
     again, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values()), info

@@ -3,7 +3,6 @@
 import copy
 import functools
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +18,6 @@ from tiny_models import (
     export,
     graft,
     greedy,
-    grafted_class,
     logits_of,
     make_batch,
     make_config,
@@ -32,7 +30,6 @@ from tiny_models import (
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_MAPPING,
@@ -97,7 +94,7 @@ def test_the_start_equals_the_source_bit_for_bit(name: str, dtype: torch.dtype) 
         assert_near(actual, expected, ROUNDING if dtype == torch.float32 else 0.02)
 
 
-def test_a_negligent_graft_is_seen() -> None:
+def test_one_small_lambda_weight_is_seen() -> None:
     ids, mask = make_batch()
     model = graft(source_of("llama"), "diffv2")
     with torch.no_grad():
@@ -139,7 +136,9 @@ def test_every_new_parameter_has_a_live_gradient_at_the_start(gate: float | None
         for name in gates:
             per_head = gradients[name].flatten(1) if "weight" in name else gradients[name][:, None]
             assert (per_head.abs().amax(1) > 1e-6).all(), name
-        first, second = gradients[f"{attention}q_proj.weight"].unflatten(0, (-1, 2, head_dim)).unbind(1)
+        first, second = (
+            gradients[f"{attention}q_proj.weight"].unflatten(0, (-1, 2, head_dim)).unbind(1)
+        )
         assert (second.abs().amax((1, 2)) > 1e-6).all()
         assert_near(second, -(gate or 0.5) * first, ROUNDING, attention)  # y = a1 - gate * a2
 
@@ -148,7 +147,10 @@ def test_every_new_parameter_has_a_live_gradient_at_the_start(gate: float | None
 
 
 def reference_logits(
-    model: PreTrainedModel, ids: Tensor, mask: Tensor, pairing: reference.Pairing = reference.neighbours
+    model: PreTrainedModel,
+    ids: Tensor,
+    mask: Tensor,
+    pairing: reference.Pairing = reference.neighbours,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     state = {n: t.detach().double().requires_grad_() for n, t in model.state_dict().items()}
     rows = [
@@ -193,11 +195,17 @@ Recorded = list[dict[str, Any]]
 _records: Recorded = []
 
 
-def _record(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **options: Any):
+def _record(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **options: Any
+):
     """Attention implementation "recorded": the host's own eager one, keeping what it was given."""
-    host = sys.modules[next(c for c in type(module).__mro__ if c.__name__.endswith("Attention")).__module__]
+    host = sys.modules[
+        next(c for c in type(module).__mro__ if c.__name__.endswith("Attention")).__module__
+    ]
     output = host.eager_attention_forward(module, query, key, value, mask, **options)
-    _records.append(dict(module=module, query=query, key=key, value=value, mask=mask, **options))
+    _records.append(
+        {"module": module, "query": query, "key": key, "value": value, "mask": mask, **options}
+    )
     return output
 
 
@@ -213,7 +221,9 @@ def seen_by(attentions: list[nn.Module]) -> Iterator[dict[nn.Module, dict[str, T
     for attention in attentions:
         projection = getattr(attention, "q_proj", None) or attention.qkv_proj
 
-        def keep_input(_: nn.Module, args: tuple[Tensor, ...], attention: nn.Module = attention) -> None:
+        def keep_input(
+            _: nn.Module, args: tuple[Tensor, ...], attention: nn.Module = attention
+        ) -> None:
             seen[attention]["input"] = args[0]
 
         def keep_output(attention: nn.Module, _: Any, output: Any) -> None:
@@ -226,7 +236,9 @@ def seen_by(attentions: list[nn.Module]) -> Iterator[dict[nn.Module, dict[str, T
         handle.remove()
 
 
-def reference_attention(record: dict[str, Any], x: Tensor, row: int, pairing: reference.Pairing) -> Tensor:
+def reference_attention(
+    record: dict[str, Any], x: Tensor, row: int, pairing: reference.Pairing
+) -> Tensor:
     """[T, D] of one sequence from the recorded query, key, value and mask of a host's attention."""
     differential = {n: p.double() for n, p in record["module"].differential.state_dict().items()}
     sinks = record.get("s_aux")
@@ -316,14 +328,16 @@ def test_gradient_checkpointing_gives_the_same_gradients() -> None:
 
 def test_compiles_as_one_graph_to_the_same_numbers() -> None:
     ids, mask = make_batch()
-    model = build_random("llama")
+    model = graft(make_model("llama", num_hidden_layers=1), "diffv2")
+    randomise(model, seed=1)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     actual = logits_of(compiled, ids, mask, use_cache=False)
     assert_near(actual[mask.bool()], logits_of(model, ids, mask)[mask.bool()], ROUNDING)
 
 
 def test_exports_with_dynamic_batch_and_length() -> None:
-    model = build_random("llama")
+    model = graft(make_model("llama", num_hidden_layers=1), "diffv2")
+    randomise(model, seed=1)
     exported = export(model)
     for batch, length in ((2, 20), (3, 11)):
         ids, mask = make_batch(batch=batch, length=length, padding=2)
@@ -342,7 +356,7 @@ def test_a_copy_is_independent() -> None:
     assert torch.equal(logits_of(model, ids, mask), before)
 
 
-@pytest.mark.parametrize("name", ["llama", "phi3", "gpt_oss", "mixtral", "gemma2", "stablelm-parallel-query-norm"])
+@pytest.mark.parametrize("name", ["llama", "phi3", "gpt_oss", "mixtral", "phimoe"])
 def test_saved_and_loaded_again_it_is_the_same_model(name: str, tmp_path: Path) -> None:
     ids, mask = make_batch()
     model = random_model(name)

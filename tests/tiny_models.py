@@ -24,37 +24,56 @@ from difftool.surgery.targets.modeling_diffv2 import DiffV2Mixin
 
 VOCABULARY, SEQUENCE, PADDING = 128, 20, 5
 
-_BASE: dict[str, Any] = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=48,
-    intermediate_size=64,
-    num_hidden_layers=3,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=128,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
-_WINDOW = dict(sliding_window=8)
-_MIXED = dict(_WINDOW, layer_types=["sliding_attention", "full_attention", "sliding_attention"])
-_EXPERTS = dict(
-    num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
-)
-_ROUTED = dict(_EXPERTS, n_routed_experts=4, n_shared_experts=1, n_group=1, topk_group=1)
-_LATENT = dict(
-    _ROUTED,
-    num_hidden_layers=2,
-    num_key_value_heads=6,
-    q_lora_rank=16,
-    kv_lora_rank=16,
-    qk_nope_head_dim=8,
-    qk_rope_head_dim=8,
-    v_head_dim=8,
-    first_k_dense_replace=1,
-)
-_GPT2 = dict(n_embd=48, n_layer=3, n_head=6, n_positions=128)
+_BASE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_WINDOW = {
+    "sliding_window": 8,
+}
+_MIXED = {
+    **_WINDOW,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+_EXPERTS = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+_ROUTED = {
+    **_EXPERTS,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_LATENT = {
+    **_ROUTED,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 6,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 1,
+}
+_GPT2 = {
+    "n_embd": 48,
+    "n_layer": 3,
+    "n_head": 6,
+    "n_positions": 128,
+}
 
 
 def _rope(rope_type: str, **options: Any) -> dict[str, Any]:
@@ -76,17 +95,45 @@ class TinyModel:
 
 TINY: dict[str, TinyModel] = {
     "llama": TinyModel("llama"),
-    "llama-full-multi-head": TinyModel("llama", dict(num_key_value_heads=None)),
-    "llama-one-kv-head": TinyModel("llama", dict(num_key_value_heads=1)),
-    "llama-wide-heads-and-biases": TinyModel(
-        "llama", dict(head_dim=16, attention_bias=True, mlp_bias=True)
+    "llama-full-multi-head": TinyModel(
+        "llama",
+        {
+            "num_key_value_heads": None,
+        },
     ),
-    "llama-narrow-heads": TinyModel("llama", dict(head_dim=4)),
-    "llama-tied": TinyModel("llama", dict(tie_word_embeddings=True)),
+    "llama-one-kv-head": TinyModel(
+        "llama",
+        {
+            "num_key_value_heads": 1,
+        },
+    ),
+    "llama-wide-heads-and-biases": TinyModel(
+        "llama",
+        {
+            "head_dim": 16,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "llama-narrow-heads": TinyModel(
+        "llama",
+        {
+            "head_dim": 4,
+        },
+    ),
+    "llama-tied": TinyModel(
+        "llama",
+        {
+            "tie_word_embeddings": True,
+        },
+    ),
     "llama-rope-linear": TinyModel("llama", _rope("linear", factor=4.0)),
     "llama-rope-dynamic": TinyModel(
         "llama",
-        dict(_rope("dynamic", factor=4.0), max_position_embeddings=16),
+        {
+            **_rope("dynamic", factor=4.0),
+            "max_position_embeddings": 16,
+        },
         prefix_stable=False,
     ),
     "llama-rope-yarn": TinyModel(
@@ -107,77 +154,190 @@ TINY: dict[str, TinyModel] = {
     "ministral3": TinyModel("ministral3"),
     "qwen2": TinyModel("qwen2"),
     "qwen2-sliding": TinyModel(
-        "qwen2", dict(_WINDOW, use_sliding_window=True, max_window_layers=1)
+        "qwen2",
+        {
+            **_WINDOW,
+            "use_sliding_window": True,
+            "max_window_layers": 1,
+        },
     ),
-    "qwen3": TinyModel("qwen3", dict(attention_bias=True)),
-    "smollm3": TinyModel("smollm3", dict(no_rope_layer_interval=2)),
+    "qwen3": TinyModel(
+        "qwen3",
+        {
+            "attention_bias": True,
+        },
+    ),
+    "smollm3": TinyModel(
+        "smollm3",
+        {
+            "no_rope_layer_interval": 2,
+        },
+    ),
     "phi3": TinyModel("phi3"),
     "phi3-longrope": TinyModel(
         "phi3",
-        dict(
-            _rope("longrope", short_factor=[1.0] * 4, long_factor=[1.5, 2.0, 3.0, 4.0]),
-            original_max_position_embeddings=16,
-        ),
+        {
+            **_rope("longrope", short_factor=[1.0] * 4, long_factor=[1.5, 2.0, 3.0, 4.0]),
+            "original_max_position_embeddings": 16,
+        },
         prefix_stable=False,
     ),
     "gemma": TinyModel("gemma"),
     "gemma2": TinyModel(
         "gemma2",
-        dict(
-            _MIXED,
-            attn_logit_softcapping=3.0,
-            final_logit_softcapping=10.0,
-            query_pre_attn_scalar=16,
-        ),
+        {
+            **_MIXED,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 10.0,
+            "query_pre_attn_scalar": 16,
+        },
     ),
-    "gemma3_text": TinyModel("gemma3_text", dict(_MIXED, query_pre_attn_scalar=16)),
-    "olmo": TinyModel("olmo", dict(clip_qkv=2.0)),
+    "gemma3_text": TinyModel(
+        "gemma3_text",
+        {
+            **_MIXED,
+            "query_pre_attn_scalar": 16,
+        },
+    ),
+    "olmo": TinyModel(
+        "olmo",
+        {
+            "clip_qkv": 2.0,
+        },
+    ),
     "olmo2": TinyModel("olmo2"),
     "olmo3": TinyModel("olmo3", _MIXED),
-    "olmoe": TinyModel("olmoe", dict(_EXPERTS, num_key_value_heads=6)),
+    "olmoe": TinyModel(
+        "olmoe",
+        {
+            **_EXPERTS,
+            "num_key_value_heads": 6,
+        },
+    ),
     "granite": TinyModel(
         "granite",
-        dict(
-            embedding_multiplier=3.0,
-            residual_multiplier=0.3,
-            attention_multiplier=0.2,
-            logits_scaling=2.0,
-        ),
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.3,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 2.0,
+        },
     ),
-    "granitemoe": TinyModel("granitemoe", dict(_EXPERTS, residual_multiplier=0.3)),
+    "granitemoe": TinyModel(
+        "granitemoe",
+        {
+            **_EXPERTS,
+            "residual_multiplier": 0.3,
+        },
+    ),
     "granitemoeshared": TinyModel(
-        "granitemoeshared", dict(_EXPERTS, shared_intermediate_size=16, residual_multiplier=0.3)
+        "granitemoeshared",
+        {
+            **_EXPERTS,
+            "shared_intermediate_size": 16,
+            "residual_multiplier": 0.3,
+        },
     ),
     "mixtral": TinyModel("mixtral", _EXPERTS),
     "qwen2_moe": TinyModel(
-        "qwen2_moe", dict(_EXPERTS, shared_expert_intermediate_size=16, decoder_sparse_step=1)
+        "qwen2_moe",
+        {
+            **_EXPERTS,
+            "shared_expert_intermediate_size": 16,
+            "decoder_sparse_step": 1,
+        },
     ),
     "qwen3_moe": TinyModel("qwen3_moe", _EXPERTS),
-    "phimoe": TinyModel("phimoe", dict(_EXPERTS, attention_bias=True)),
-    "gpt_oss": TinyModel("gpt_oss", dict(_EXPERTS, **_MIXED)),
+    "phimoe": TinyModel(
+        "phimoe",
+        {
+            **_EXPERTS,
+            "attention_bias": True,
+        },
+    ),
+    "gpt_oss": TinyModel(
+        "gpt_oss",
+        {
+            **_EXPERTS,
+            **_MIXED,
+        },
+    ),
     "starcoder2": TinyModel("starcoder2", _WINDOW),
-    "cohere": TinyModel("cohere", dict(logit_scale=1.0)),
-    "cohere-query-norm": TinyModel("cohere", dict(logit_scale=1.0, use_qk_norm=True)),
-    "cohere2": TinyModel("cohere2", dict(_MIXED, logit_scale=1.0)),
+    "cohere": TinyModel(
+        "cohere",
+        {
+            "logit_scale": 1.0,
+        },
+    ),
+    "cohere-query-norm": TinyModel(
+        "cohere",
+        {
+            "logit_scale": 1.0,
+            "use_qk_norm": True,
+        },
+    ),
+    "cohere2": TinyModel(
+        "cohere2",
+        {
+            **_MIXED,
+            "logit_scale": 1.0,
+        },
+    ),
     "glm": TinyModel("glm"),
-    "glm4": TinyModel("glm4", dict(attention_bias=True)),
-    "glm4_moe": TinyModel("glm4_moe", dict(_ROUTED, use_qk_norm=True, attention_bias=True)),
+    "glm4": TinyModel(
+        "glm4",
+        {
+            "attention_bias": True,
+        },
+    ),
+    "glm4_moe": TinyModel(
+        "glm4_moe",
+        {
+            **_ROUTED,
+            "use_qk_norm": True,
+            "attention_bias": True,
+        },
+    ),
     "exaone4": TinyModel("exaone4", _MIXED),
     "nemotron": TinyModel("nemotron"),
-    "stablelm": TinyModel("stablelm", dict(use_qkv_bias=True)),
+    "stablelm": TinyModel(
+        "stablelm",
+        {
+            "use_qkv_bias": True,
+        },
+    ),
     "stablelm-parallel-query-norm": TinyModel(
-        "stablelm", dict(use_parallel_residual=True, qk_layernorm=True)
+        "stablelm",
+        {
+            "use_parallel_residual": True,
+            "qk_layernorm": True,
+        },
     ),
     "helium": TinyModel("helium"),
     "arcee": TinyModel("arcee"),
     "apertus": TinyModel("apertus"),
-    "ernie4_5": TinyModel("ernie4_5", dict(use_bias=True)),
+    "ernie4_5": TinyModel(
+        "ernie4_5",
+        {
+            "use_bias": True,
+        },
+    ),
     "hunyuan_v1_dense": TinyModel("hunyuan_v1_dense"),
-    "seed_oss": TinyModel("seed_oss", dict(attention_out_bias=True)),
+    "seed_oss": TinyModel(
+        "seed_oss",
+        {
+            "attention_out_bias": True,
+        },
+    ),
     "deepseek_v2": TinyModel("deepseek_v2", _LATENT),
     "deepseek_v3": TinyModel("deepseek_v3", _LATENT),
     "gpt_neox": TinyModel("gpt_neox"),
-    "gpt_neox-sequential": TinyModel("gpt_neox", dict(use_parallel_residual=False)),
+    "gpt_neox-sequential": TinyModel(
+        "gpt_neox",
+        {
+            "use_parallel_residual": False,
+        },
+    ),
     "gpt2": TinyModel("gpt2", _GPT2),
 }
 
@@ -195,10 +355,10 @@ def make_config(name: str, **changes: Any) -> PretrainedConfig:
 
 
 def make_model(
-    name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32
+    name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
 ) -> PreTrainedModel:
     """Return the causal language model of a tiny model in evaluation mode, with random weights."""
-    config = make_config(name)
+    config = make_config(name, **changes)
     model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).eval()
     randomise(model, seed=seed)
     return model.to(dtype)
@@ -318,7 +478,9 @@ def stepwise_logits(
 ) -> torch.Tensor:
     """Return the same logits from a prefill followed by one token at a time over a growing cache."""
     parameters = inspect.signature(model.forward).parameters
-    cache = {"cache" if "cache" in parameters else "past_key_values": DynamicCache(config=model.config)}
+    cache = {
+        "cache" if "cache" in parameters else "past_key_values": DynamicCache(config=model.config)
+    }
     pieces, start = [], 0
     for end in range(prefill, ids.shape[1] + 1):
         output = model(ids[:, start:end], attention_mask=mask[:, :end], use_cache=True, **cache)

@@ -1,4 +1,4 @@
-"""The model card of a converted checkpoint: front matter for the Hub, then what was done and proved."""
+"""The model card of a converted checkpoint: front matter, then what was done and proved."""
 
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ def write_card(
     text = f"""---
 {yaml.safe_dump(front, sort_keys=False, allow_unicode=True).strip()}
 ---
-# {folder_title(source.id)} with {titles}
+# {source.id.rsplit("/", 1)[-1]} with {titles}
 
 Converted from `{source.id}`{f" at revision `{source.revision}`" if source.revision else ""} by
 difftool {__version__}: `{command}` ({options}).
@@ -54,10 +54,6 @@ model = AutoModelForCausalLM.from_pretrained("PATH", trust_remote_code=True, dty
 `difftool.json` has the chain of steps that made this checkpoint.
 """
     (folder / "README.md").write_text(text, encoding="utf-8")
-
-
-def folder_title(source_id: str) -> str:
-    return source_id.rsplit("/", 1)[-1]
 
 
 def _verification(plan: Plan, comparisons: list[Comparison]) -> str:

@@ -2,13 +2,13 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from difftool.checkpoint import fingerprint, open_checkpoint, require_weights
+from difftool.checkpoint import Computed, fingerprint, open_checkpoint, require_weights
 from difftool.folder import new_folder
 from difftool.header import torch_dtype
 from difftool.provenance import (
@@ -22,9 +22,10 @@ from difftool.shards import Way, plan_shards, write_shards
 from difftool.sources import Source, open_source
 from difftool.surgery.card import write_card
 from difftool.surgery.host import read_host
+from difftool.surgery.loading import load_tokenizer
 from difftool.surgery.package import carry_files, write_code, write_config
 from difftool.surgery.plan import Plan, parse_options, plan_conversion
-from difftool.surgery.verify import Comparison, as_metrics, verify
+from difftool.surgery.verify import Comparison, verify
 
 Report = Callable[[str, int, int], None]  # what is done, how much of it, of how much
 SMALL = 2 * 10**9  # bytes in float32 up to which a model is verified in float32 as well
@@ -43,7 +44,9 @@ class ConvertOptions:
         verify: load the result back and compare it with the source.
         force: replace an existing output.
         max_memory: bytes that weights may take while verifying.
+        trust_remote_code: run the source's own tokenizer code while verifying.
         allow_network: whether a hub id may be fetched.
+        command: what the model card names as the way it was made.
     """
 
     to: str
@@ -54,7 +57,9 @@ class ConvertOptions:
     verify: bool = True
     force: bool = False
     max_memory: int | None = None
+    trust_remote_code: bool = False
     allow_network: bool = True
+    command: str = "difftool.surgery.convert.convert"
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,7 @@ def plan_source(source: Source, options: ConvertOptions) -> Plan:
 
 
 def default_output(source: Source, target: str) -> Path:
+    """Return the folder that a conversion makes unless told otherwise."""
     return Path(f"{source.name}-{target}")
 
 
@@ -89,7 +95,6 @@ def convert(
     out: Path | None,
     options: ConvertOptions,
     *,
-    command: str = "difftool.surgery.convert.convert",
     report: Report = lambda what, done, total: None,
 ) -> Converted:
     """Convert `source` into the new folder `out`, which appears only when all is done and proved.
@@ -98,30 +103,22 @@ def convert(
         source: what `open_source` understands.
         out: the new folder; None for `<name>-<target>` in the current one.
         options: see `ConvertOptions`.
-        command: what the model card names as the way it was made.
         report: called as the work goes on.
 
     Raises:
         UserError: a source that cannot be converted, a fault in it, or a failed verification.
     """
-    with open_source(
-        source, dtype=options.dtype, allow_network=options.allow_network
-    ) as opened:
+    with open_source(source, dtype=options.dtype, allow_network=options.allow_network) as opened:
         plan = plan_source(opened, options)
         require_weights(plan.source)
         target = out or default_output(opened, options.to)
         with new_folder(target, force=options.force, sources=(opened.path,)) as folder:
-            return _write(folder, target, opened, plan, options, command, report)
+            made = _write(folder, opened, plan, options, report)
+    return replace(made, path=target)
 
 
 def _write(
-    folder: Path,
-    out: Path,
-    source: Source,
-    plan: Plan,
-    options: ConvertOptions,
-    command: str,
-    report: Report,
+    folder: Path, source: Source, plan: Plan, options: ConvertOptions, report: Report
 ) -> Converted:
     started = time.perf_counter()
     record = SourceRecord(
@@ -133,7 +130,7 @@ def _write(
     ways = _write_weights(folder, plan, options, report)
     comparisons = _verify(source.path, folder, plan, options, report)
     seconds = time.perf_counter() - started
-    write_card(folder, plan, record, command, comparisons)
+    write_card(folder, plan, record, options.command, comparisons)
     step = Step(
         stage="convert",
         options={"to": plan.target, **plan.options.model_dump(), "dtype": options.dtype},
@@ -141,11 +138,14 @@ def _write(
         output_fingerprint=fingerprint(open_checkpoint(folder)),
         versions=versions(),
         seconds=round(seconds, 3),
-        metrics={"exactness": plan.exactness, **as_metrics(comparisons)},
+        metrics={
+            "exactness": plan.exactness,
+            "verification": [comparison.as_dict() for comparison in comparisons],
+        },
     )
     chain = read_provenance(source.path)
     write_provenance(folder, chain.model_copy(update={"steps": (*chain.steps, step)}))
-    return Converted(out, record, plan, ways, comparisons, seconds)
+    return Converted(folder, record, plan, ways, comparisons, seconds)
 
 
 def _write_weights(
@@ -174,7 +174,7 @@ def _new_shard(plan: Plan, options: ConvertOptions) -> dict[str, str]:
     changed = [
         name
         for name, output in plan.outputs.items()
-        if name in plan.source.tensors and output.__class__.__name__ == "Computed"
+        if name in plan.source.tensors and isinstance(output, Computed)
     ]
     new = [name for name in plan.outputs if name not in plan.source.tensors]
     if changed or not new or not (plan.source.index or options.link):
@@ -194,6 +194,9 @@ def _verify(
     own = torch_dtype(DTYPES[options.dtype] if options.dtype else plan.host.dtype)
     parameters = sum(output.nbytes for output in plan.outputs.values()) / own.itemsize
     dtypes = (own,) if own == torch.float32 or parameters * 4 > SMALL else (own, torch.float32)
-    comparisons = verify(source, folder, plan.exactness, dtypes, max_memory=options.max_memory)
+    tokenizer = load_tokenizer(source, options.trust_remote_code)
+    comparisons = verify(
+        source, folder, plan.exactness, dtypes, tokenizer, max_memory=options.max_memory
+    )
     report("verifying", 1, 1)
     return comparisons

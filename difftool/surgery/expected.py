@@ -2,27 +2,59 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
+from dataclasses import dataclass
 
 import torch
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from difftool.checkpoint import Checkpoint
 from difftool.errors import UserError
 from difftool.surgery.host import Host, resolve_config
 from difftool.surgery.shim import model_class
 
-LEFT_OVER = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|\.attention\.(masked_)?bias$")
+LEFT_OVER = re.compile(
+    r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|\.attention\.(masked_)?bias$"
+)
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.+)")
 
 
-def expected_shapes(host: Host) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of every tensor of the model's state, built on the meta device."""
-    config_class = model_class(host).config_class
+@dataclass(frozen=True)
+class Expected:
+    """What transformers would load: the shapes by the model's own names, and its renaming rules."""
+
+    shapes: dict[str, tuple[int, ...]]
+    prefix: str
+    renamings: list[WeightRenaming]
+    converters: list[WeightConverter]
+
+    def loads_as(self, stored: str) -> tuple[str, bool]:
+        """Return the model's name for a stored tensor, and whether it becomes a part of that one.
+
+        Old spellings are renamed, experts merged, and the base model's prefix added or dropped.
+        """
+        if stored in self.shapes:
+            return stored, False
+        name, pattern = rename_source_key(
+            stored, self.renamings, self.converters, self.prefix, self.shapes
+        )
+        return name, pattern is not None
+
+
+def expect(host: Host) -> Expected:
+    """Ask the model's class, on the meta device, what it would load."""
+    loader = model_class(host)
     plain = {k: v for k, v in host.config.items() if k not in ("auto_map", "quantization_config")}
     with torch.device("meta"):
-        model = model_class(host)(config_class.from_dict(plain))
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        model = loader(loader.config_class.from_dict(plain))
+    rules = get_model_conversion_mapping(model)
+    return Expected(
+        shapes={name: tuple(tensor.shape) for name, tensor in model.state_dict().items()},
+        prefix=model.base_model_prefix,
+        renamings=[rule for rule in rules if isinstance(rule, WeightRenaming)],
+        converters=[rule for rule in rules if isinstance(rule, WeightConverter)],
+    )
 
 
 def check_tensors(checkpoint: Checkpoint, host: Host) -> tuple[str, ...]:
@@ -31,40 +63,42 @@ def check_tensors(checkpoint: Checkpoint, host: Host) -> tuple[str, ...]:
     Raises:
         UserError: a shape that contradicts the config, a missing tensor, a missing expert.
     """
-    expected = expected_shapes(host)
-    for name, info in checkpoint.tensors.items():
-        if name in expected and info.shape != expected[name]:
+    expected = expect(host)
+    loaded = {name: expected.loads_as(name) for name in checkpoint.tensors}
+    for stored, info in checkpoint.tensors.items():
+        name, is_part = loaded[stored]
+        if not is_part and info.shape != expected.shapes.get(name, info.shape):
             raise UserError(
-                f"tensor {name!r} in {info.file} has the shape {list(info.shape)}",
-                f"{list(expected[name])}, as config.json says",
+                f"tensor {stored!r} in {info.file} has the shape {list(info.shape)}",
+                f"{list(expected.shapes[name])}, as config.json says",
                 "Take config.json and weights from one revision of the same model",
             )
     _check_experts(checkpoint.tensors)
+    present = {name for name, _ in loaded.values()}
+    optional = _tied(host)
     missing = [
         name
-        for name in expected
-        if name not in checkpoint.tensors and not _comes_otherwise(name, host)
+        for name in expected.shapes
+        if name not in present and name not in optional and not _is_packed(name, host)
     ]
     if missing:
         raise _missing(checkpoint, missing)
-    extra = (name for name in checkpoint.tensors if name not in expected)
-    return tuple(name for name in extra if not _is_stored_apart(name, host))
+    return tuple(
+        stored
+        for stored, (name, _) in loaded.items()
+        if name not in expected.shapes and not _is_packed(stored, host)
+    )
 
 
-def _comes_otherwise(name: str, host: Host) -> bool:
-    """Whether a tensor is tied to another, or made of others when the model is loaded."""
-    resolved = resolve_config(host.config)
-    tied = getattr(model_class(host), "_tied_weights_keys", None) or {}
-    if resolved.tie_word_embeddings and name in tied:
-        return True
-    return _is_stored_apart(name, host)
+def _tied(host: Host) -> Container[str]:
+    """Return the tensors that need not be stored because they are another one's."""
+    tied: dict[str, str] = getattr(model_class(host), "_tied_weights_keys", None) or {}
+    return tied if resolve_config(host.config).tie_word_embeddings else ()
 
 
-def _is_stored_apart(name: str, host: Host) -> bool:
-    """Whether a tensor belongs to experts, which a checkpoint may store one by one or packed."""
-    converted = get_checkpoint_conversion_mapping(host.model_type) is not None
-    packed = "quantization_config" in host.config
-    return (converted or packed) and bool(re.search(r"\.(experts|block_sparse_moe|mlp\.gate)\b", name))
+def _is_packed(name: str, host: Host) -> bool:
+    """Whether a tensor belongs to experts that are stored in a quantised form of their own."""
+    return "quantization_config" in host.config and ".experts." in name
 
 
 def _check_experts(names: Iterable[str]) -> None:

@@ -1,7 +1,7 @@
 """Where things are in each model family: one line of data per `model_type`.
 
-The host's code stays transformers' own, so a line says only what the surgery must know: the tensors of
-a query head, the modules that read the residual stream, and what rules a target out.
+The host's code stays transformers' own, so a line says only what the surgery must know: the tensors
+of a query head, the modules that read the residual stream, and what rules a target out.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Family:
         parallel_readers: the same where the config says `use_parallel_residual`.
         layers: path of the decoder layers in the base model.
         final_norm: path of the norm before the head.
-        query: tensors of `self_attn` with rows per query head (the fused `qkv_proj`: its first rows).
+        query: tensors of `self_attn` with rows per query head (of `qkv_proj`, its first rows).
         exact: "bits", or "rounding" where a norm spans all heads, which doubling them reorders.
         no_diffv2: why diffv2 cannot be had, or None.
     """
@@ -42,8 +42,8 @@ class Family:
 _Q = ("q_proj.weight", "q_proj.bias")
 _Q_NORM_ALL_HEADS = (*_Q, "q_norm.weight")
 _LATENT = (
-    "multi-head latent attention expands one key and value per query head out of a shared latent, so "
-    "there is no GQA group whose key and value a second query head could share"
+    "multi-head latent attention expands one key and value per query head out of a shared latent, "
+    "so there is no GQA group whose key and value a second query head could share"
 )
 _FUSED = (
     "its fused query-key-value projection carries one key and value head per query head and its "
@@ -65,9 +65,7 @@ FAMILIES: dict[str, Family] = {
     "glm": Family(),
     "glm4": Family(),
     "glm4_moe": Family(),
-    "gpt2": Family(
-        readers=(("ln_1",), ("ln_2",)), layers="h", final_norm="ln_f", no_diffv2=_FUSED
-    ),
+    "gpt2": Family(readers=(("ln_1",), ("ln_2",)), layers="h", final_norm="ln_f", no_diffv2=_FUSED),
     "gpt_neox": Family(
         parallel_readers=TWO_NORMS_ONE_BRANCH, final_norm="final_layer_norm", no_diffv2=_FUSED
     ),
@@ -103,8 +101,8 @@ FAMILIES: dict[str, Family] = {
 }
 
 NO_STREAM = {
-    "bert": "a post-norm encoder normalises the stream itself, so its sublayers are no partition of it",
-    "gemma3n": "AltUp keeps several streams and predicts between them, so there is no one residual sum",
+    "bert": "a post-norm encoder normalises the stream itself, so it is no sum of sublayers",
+    "gemma3n": "AltUp keeps several streams, so there is no one residual sum",
     "gemma3n_text": "AltUp keeps several streams, so there is no one residual sum",
     "qwen3_next": "most of its layers are linear attention, which has no softmax to subtract",
     "mamba": "it has no attention",

@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -20,7 +21,7 @@ from difftool.surgery.families import FAMILIES, NO_STREAM, Family, Readers
 from difftool.surgery.targets import target_names
 
 QUANTISED_BESIDE_ATTENTION = ("mxfp4",)  # leaves attention and norms in floating point
-AUTO_CLASSES = {
+AUTO: dict[str, Any] = {
     "AutoModel": MODEL_MAPPING,
     "AutoModelForCausalLM": MODEL_FOR_CAUSAL_LM_MAPPING,
     "AutoModelForSequenceClassification": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -82,8 +83,7 @@ def read_host(checkpoint: Checkpoint) -> Host:
     """
     config = checkpoint.config
     _refuse_wrapper(config)
-    model_type = config.get("host_model_type", config.get("model_type"))
-    family = _find_family(model_type, config)
+    model_type, family = _find_family(config)
     _refuse_quantised(config)
     resolved = resolve_config(config)
     prefix = _find_prefix(checkpoint, family)
@@ -91,7 +91,7 @@ def read_host(checkpoint: Checkpoint) -> Host:
         model_type=model_type,
         family=family,
         targets=tuple(name for name in target_names() if name in config),
-        architecture=_find_architecture(config, model_type, prefix),
+        architecture=_find_architecture(config, prefix),
         config=config,
         geometry=read_geometry(resolved),
         prefix=prefix,
@@ -102,16 +102,22 @@ def read_host(checkpoint: Checkpoint) -> Host:
 def resolve_config(config: dict[str, Any]) -> PretrainedConfig:
     """Return the family's own config object, defaults filled in and old spellings understood."""
     plain = {key: value for key, value in config.items() if key not in ("auto_map", "model_type")}
+    if "diffv2" in plain:  # some hosts check sizes against hidden_size / heads: true of the pairs
+        plain["num_attention_heads"] = plain["diffv2"]["num_heads"]
     model_type = config.get("host_model_type", config["model_type"])
     try:
-        return CONFIG_MAPPING[model_type].from_dict(plain)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        resolved = CONFIG_MAPPING[model_type].from_dict(plain)
+    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
         raise UserError(
             f"transformers rejects the config.json of this {model_type} model: {error}"
         ) from error
+    if "diffv2" in plain:
+        resolved.num_attention_heads = config["num_attention_heads"]
+    return resolved
 
 
 def read_geometry(resolved: PretrainedConfig) -> Geometry:
+    """Return the sizes of a config whose defaults are filled in."""
     heads = resolved.num_attention_heads
     return Geometry(
         layers=resolved.num_hidden_layers,
@@ -133,12 +139,13 @@ def _refuse_wrapper(config: dict[str, Any]) -> None:
         )
 
 
-def _find_family(model_type: object, config: dict[str, Any]) -> Family:
+def _find_family(config: dict[str, Any]) -> tuple[str, Family]:
+    model_type = config.get("host_model_type", config.get("model_type"))
     supported = f"one of {', '.join(sorted(FAMILIES))}"
     if not isinstance(model_type, str):
         raise UserError("config.json has no model_type", supported)
     if model_type in FAMILIES:
-        return FAMILIES[model_type]
+        return model_type, FAMILIES[model_type]
     why = NO_STREAM.get(model_type)
     if why is None and "auto_map" in config:
         why = "it is defined by code in the checkpoint, which difftool cannot graft onto"
@@ -177,32 +184,35 @@ def _find_prefix(checkpoint: Checkpoint, family: Family) -> str:
     )
 
 
+def auto_classes(config: dict[str, Any]) -> dict[str, Any]:
+    """Return transformers' classes of the family, by the Auto class that finds them."""
+    resolved = type(resolve_config(config))
+    found = {auto: mapping[resolved] for auto, mapping in AUTO.items() if resolved in mapping}
+    return {auto: cls for auto, cls in found.items() if isinstance(cls, type)}
+
+
 def _usual_prefix(config: dict[str, Any]) -> str:
     """Return the prefix that transformers saves, for a config without weights or index."""
-    resolved = type(resolve_config(config))
-    base = MODEL_MAPPING[resolved]
-    return "" if base.__name__ in (config.get("architectures") or ()) else f"{base.base_model_prefix}."
+    base = auto_classes(config)["AutoModel"]
+    named = config.get("architectures") or ()
+    return "" if base.__name__ in named else f"{base.base_model_prefix}."
 
 
-def _find_architecture(config: dict[str, Any], model_type: str, prefix: str) -> str:
+def _find_architecture(config: dict[str, Any], prefix: str) -> str:
     """Return the class that the weights belong to, as transformers names it.
 
     Raises:
         UserError: the config names a class that is not one of the family's in transformers.
     """
-    resolved = type(resolve_config(config))
-    known = {
-        mapping[resolved].__name__
-        for mapping in AUTO_CLASSES.values()
-        if resolved in mapping and not isinstance(mapping[resolved], tuple)
-    }
+    classes = auto_classes(config)
+    known = sorted(cls.__name__ for cls in classes.values())
     named = config.get("host_architecture") or next(iter(config.get("architectures") or ()), None)
     if named is None:
-        return MODEL_FOR_CAUSAL_LM_MAPPING[resolved].__name__ if prefix else MODEL_MAPPING[resolved].__name__
+        return str(classes["AutoModelForCausalLM" if prefix else "AutoModel"].__name__)
     if named not in known:
         raise UserError(
             f"config.json names the architecture {named}",
-            f"a class of the {model_type} family in transformers: {', '.join(sorted(known))}",
+            f"a class that transformers has for it: {', '.join(known)}",
         )
     return str(named)
 
@@ -215,5 +225,7 @@ def _find_dtype(checkpoint: Checkpoint) -> str:
             totals[tensor.dtype] += tensor.nbytes
     if totals:
         return totals.most_common(1)[0][0]
-    named = str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "bfloat16")
+    named = str(
+        checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "bfloat16"
+    )
     return {"float32": "F32", "float16": "F16", "float64": "F64"}.get(named, "BF16")

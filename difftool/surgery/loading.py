@@ -1,10 +1,10 @@
-"""Load a checkpoint, plain or made by difftool, without executing anything that lies in its folder."""
+"""Load a checkpoint, plain or converted, without executing anything that lies in its folder."""
 
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import torch
@@ -13,8 +13,10 @@ from transformers.utils import logging
 
 from difftool.checkpoint import Checkpoint, open_checkpoint
 from difftool.errors import UserError
+from difftool.header import torch_dtype
 from difftool.surgery.host import Host, read_host
 from difftool.surgery.shim import model_class
+from difftool.weights import read_json
 
 SHARE_OF_MEMORY = 0.7  # of what is free, that a model's weights may take before they go to disk
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -40,7 +42,7 @@ def loaded_model(
     limit = int(psutil.virtual_memory().available * SHARE_OF_MEMORY)
     limit = limit if max_memory is None else max_memory
     size = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
-    size = int(size * dtype.itemsize / torch_itemsize(host))
+    size = int(size * dtype.itemsize / _stored_itemsize(host))
     with tempfile.TemporaryDirectory(prefix="difftool-offload-") as scratch, _quiet():
         placement: dict[str, Any] = {}
         if size > limit:
@@ -52,7 +54,7 @@ def loaded_model(
         yield _load(checkpoint, host, dtype, placement)
 
 
-def torch_itemsize(host: Host) -> int:
+def _stored_itemsize(host: Host) -> int:
     return {"F64": 8, "F32": 4}.get(host.dtype, 2)
 
 
@@ -103,11 +105,24 @@ def _quiet() -> Iterator[None]:
         logging.enable_progress_bar()
 
 
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
-    """Return the folder's tokenizer, or None where it has none."""
+def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
+    """Return the folder's tokenizer, or None where it has none that may be used.
+
+    A tokenizer that is code in the folder is used only with `trust_remote_code`.
+    """
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         return None
+    settings = folder / "tokenizer_config.json"
+    if settings.exists() and "auto_map" in read_json(settings) and not trust_remote_code:
+        return None
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=False
+        folder, local_files_only=True, trust_remote_code=trust_remote_code
     )
     return tokenizer
+
+
+def find_dtype(folder: Path, name: str | None) -> torch.dtype:
+    """Return the dtype called `name` ("float32"), or that of most of the folder's weights."""
+    if name is not None:
+        return cast(torch.dtype, getattr(torch, name))
+    return torch_dtype(read_host(open_checkpoint(folder)).dtype)

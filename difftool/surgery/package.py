@@ -5,9 +5,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from difftool.surgery.plan import Plan
 from difftool.surgery.shim import Shim
 from difftool.surgery.targets import modeling_file
 
@@ -16,6 +13,7 @@ NOT_CARRIED = ("config.json", "model.safetensors.index.json", "difftool.json")
 
 
 def write_config(folder: Path, config: dict[str, Any]) -> None:
+    """Write config.json."""
     text = json.dumps(config, indent=2, ensure_ascii=False)
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
 

@@ -10,10 +10,11 @@ from pydantic import BaseModel, ValidationError
 from difftool.checkpoint import Checkpoint, Computed, Copied, Output, TensorInfo, read_tensor
 from difftool.errors import UserError, did_you_mean
 from difftool.header import size_in_bytes, torch_dtype
-from difftool.surgery.expected import check_tensors, expected_shapes
+from difftool.surgery.expected import check_tensors, expect
 from difftool.surgery.host import FLOATS, Host
 from difftool.surgery.shim import Shim, build_shim
 from difftool.surgery.targets import load_target, target_names
+from difftool.weights import SINGLE
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,14 @@ class Plan:
     shim: Shim
     outputs: dict[str, Output]
     unused: tuple[str, ...]
+
+    @property
+    def exactness_in_words(self) -> str:
+        return {
+            "bits": "the same function to the bit",
+            "rounding": "the same function to rounding",
+            "none": "not the same function, as its options ask",
+        }[self.exactness]
 
 
 def parse_options(target: str, settings: dict[str, Any]) -> BaseModel:
@@ -102,20 +111,19 @@ def plan_conversion(
 
 
 def imply_tensors(source: Checkpoint, host: Host) -> Checkpoint:
-    """Fill in the tensors that config (and index) imply, for planning without weights."""
-    files = (source.index or {}).get("weight_map")
-    tensors = {
-        name: TensorInfo(
-            name,
-            host.dtype,
-            shape,
-            (files or {}).get(name, "model.safetensors"),
-            0,
-            size_in_bytes(host.dtype, shape),
-        )
-        for name, shape in expected_shapes(host).items()
-        if files is None or name in files
-    }
+    """Fill in the tensors that config (and index) imply, for planning without weights.
+
+    Experts that the index lists one by one appear merged, as the model has them.
+    """
+    expected = expect(host)
+    files = (source.index or {}).get("weight_map") or dict.fromkeys(expected.shapes, SINGLE)
+    tensors = {}
+    for stored, file in files.items():
+        loaded, is_part = expected.loads_as(stored)
+        if loaded in expected.shapes:
+            name, shape = loaded if is_part else stored, expected.shapes[loaded]
+            size = size_in_bytes(host.dtype, shape)
+            tensors[name] = TensorInfo(name, host.dtype, shape, file, 0, size)
     return replace(source, tensors=tensors)
 
 

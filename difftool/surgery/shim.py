@@ -1,7 +1,7 @@
 """The model classes of a converted checkpoint: the host's own, subclassed and grafted onto.
 
-The module is generated. It ships with the weights for plain transformers, and difftool runs the same
-text itself, so that loading a checkpoint made by difftool executes nothing that lies in its folder.
+The module is generated. It ships with the weights for plain transformers, and difftool runs the
+same text itself, so that loading a checkpoint made by difftool executes nothing that lies in it.
 """
 
 import sys
@@ -12,8 +12,43 @@ from typing import Any
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from difftool import __version__
-from difftool.surgery.host import AUTO_CLASSES, Host, resolve_config
+from difftool.surgery.host import Host, auto_classes, resolve_config
 from difftool.surgery.targets import load_target
+
+MODULE = '''"""{architecture} with {titles}.
+
+Written by difftool {version}. Needs only torch and transformers, whose own classes these extend;
+load it with trust_remote_code=True.
+"""
+
+from transformers import {host_classes}
+{imports}
+
+
+class {config}({host_config}):
+    model_type = "{model_type}"
+{config_body}{classes}
+
+AutoModel.register({config}, {base}, exist_ok=True)
+{registration}'''
+
+CLASS = """
+
+class {name}({bases}):
+    config_class = {config}
+"""
+
+# transformers renames old spellings and fuses experts that are stored apart while it loads them, by
+# tables under the model_type and the name of a class.
+CONVERSION_IMPORT = """from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
+"""
+CONVERSION_REGISTRATION = """register_checkpoint_conversion_mapping(
+    "{name}", get_checkpoint_conversion_mapping("{host}"), overwrite=True
+)
+"""
 
 
 @dataclass(frozen=True)
@@ -28,59 +63,54 @@ class Shim:
 
 
 def build_shim(host: Host, targets: tuple[str, ...]) -> Shim:
-    """Write the classes of `host` with `targets` grafted on, base model and architecture."""
-    loaded = [load_target(name) for name in targets]
-    prefix = "".join(target.CLASS_PREFIX for target in loaded)
-    mixins = ", ".join(target.MIXIN for target in loaded)
+    """Write the classes of `host` with `targets` grafted on: base model and architecture."""
+    loaded = {name: load_target(name) for name in targets}
+    prefix = "".join(target.CLASS_PREFIX for target in loaded.values())
     model_type = "_".join((*targets, host.model_type))
-    config = type(resolve_config(host.config))
+    host_config = type(resolve_config(host.config)).__name__
     autos = {
-        auto: mapping[config].__name__
-        for auto, mapping in AUTO_CLASSES.items()
-        if config in mapping and mapping[config].__name__ == host.architecture
+        auto: cls.__name__
+        for auto, cls in auto_classes(host.config).items()
+        if auto == "AutoModel" or cls.__name__ == host.architecture
     }
-    autos = {"AutoModel": AUTO_CLASSES["AutoModel"][config].__name__, **autos}
-    module = f"modeling_{model_type}"
-    hosts = sorted({config.__name__, *autos.values()})
-    body = [
-        line.format(config=config.__name__)
-        for line in (f'model_type = "{model_type}"', *(t.CONFIG_BODY for t in loaded))
-        if line
-    ]
-    lines = [
-        f'"""{host.architecture} with {" and ".join(t.TITLE for t in loaded)}.',
-        "",
-        f"Written by difftool {__version__}; needs only torch and transformers, to load with",
-        f'trust_remote_code=True. The host model is transformers\' own.\n"""',
-        "",
-        f"from transformers import AutoModel, {', '.join(hosts)}",
-        *_conversion_import(host),
-        "",
-        *(
-            f"from .modeling_{name} import {', '.join(target.IMPORTS)}"
-            for name, target in zip(targets, loaded, strict=True)
+    mixins = [target.MIXIN for target in loaded.values()]
+    body = [line for target in loaded.values() for line in target.CONFIG_BODY]
+    renamed = {host.model_type: model_type, **{name: prefix + name for name in autos.values()}}
+    tables = [name for name in renamed if get_checkpoint_conversion_mapping(name) is not None]
+    config = f"{prefix}{host_config}"
+    source = MODULE.format(
+        architecture=host.architecture,
+        titles=" and ".join(target.TITLE for target in loaded.values()),
+        version=__version__,
+        host_classes=", ".join(sorted({"AutoModel", host_config, *autos.values()})),
+        imports=(CONVERSION_IMPORT if tables else "")
+        + "".join(
+            f"\nfrom .modeling_{name} import {', '.join(target.IMPORTS)}"
+            for name, target in loaded.items()
         ),
-        *_class(f"{prefix}{config.__name__}", config.__name__, body),
-        *(
-            line
+        config=config,
+        host_config=host_config,
+        model_type=model_type,
+        config_body="".join(f"    {line.format(config=host_config)}\n" for line in body),
+        classes="".join(
+            CLASS.format(name=f"{prefix}{name}", bases=", ".join((*mixins, name)), config=config)
             for name in dict.fromkeys(autos.values())
-            for line in _class(
-                f"{prefix}{name}", f"{mixins}, {name}", [f"config_class = {prefix}{config.__name__}"]
-            )
         ),
-        "",
-        "",
-        f"AutoModel.register({prefix}{config.__name__}, {prefix}{autos['AutoModel']}, exist_ok=True)",
-        *_conversion_registration(host, model_type),
-        "",
-    ]
-    names = {"AutoConfig": config.__name__, **autos}
+        base=f"{prefix}{autos['AutoModel']}",
+        registration="".join(
+            CONVERSION_REGISTRATION.format(name=renamed[name], host=name) for name in tables
+        ),
+    )
+    module = f"modeling_{model_type}"
     return Shim(
         module=module,
-        source="\n".join(lines),
+        source=source,
         model_type=model_type,
         architecture=f"{prefix}{host.architecture}",
-        auto_map={auto: f"{module}.{prefix}{name}" for auto, name in names.items()},
+        auto_map={
+            auto: f"{module}.{prefix}{name}"
+            for auto, name in {"AutoConfig": host_config, **autos}.items()
+        },
     )
 
 
@@ -97,44 +127,10 @@ def run_shim(shim: Shim) -> ModuleType:
     return module
 
 
-def _class(name: str, bases: str, body: list[str]) -> list[str]:
-    return ["", "", f"class {name}({bases}):", *(f"    {line}" for line in body)]
-
-
-def _has_conversion(host: Host) -> bool:
-    return get_checkpoint_conversion_mapping(host.model_type) is not None
-
-
-def _conversion_import(host: Host) -> list[str]:
-    if not _has_conversion(host):
-        return []
-    return [
-        "from transformers.conversion_mapping import (",
-        "    get_checkpoint_conversion_mapping,",
-        "    register_checkpoint_conversion_mapping,",
-        ")",
-    ]
-
-
-def _conversion_registration(host: Host, model_type: str) -> list[str]:
-    """Experts are stored apart and fused when loading, by a table under the host's model_type."""
-    if not _has_conversion(host):
-        return []
-    return [
-        "register_checkpoint_conversion_mapping(",
-        f'    "{model_type}", get_checkpoint_conversion_mapping("{host.model_type}"), overwrite=True',
-        ")",
-    ]
-
-
 def model_class(host: Host) -> Any:
-    """Return the class that loads a checkpoint: the host's, or the generated one if grafted onto."""
+    """Return the class that loads a checkpoint: the host's, or the generated one if grafted."""
     if host.targets:
         shim = build_shim(host, host.targets)
         return getattr(run_shim(shim), shim.architecture)
-    config = type(resolve_config(host.config))
-    return next(
-        mapping[config]
-        for mapping in AUTO_CLASSES.values()
-        if config in mapping and mapping[config].__name__ == host.architecture
-    )
+    classes = auto_classes(host.config).values()
+    return next(cls for cls in classes if cls.__name__ == host.architecture)

@@ -1,7 +1,7 @@
 """Prove that a converted checkpoint is the same function as its source.
 
-Both are loaded from disk, one after the other, and run on the same tokens: a left-padded batch in one
-pass, the same tokens one by one with the KV cache, and greedy generation.
+Both are loaded from disk, one after the other, and run on the same tokens: a left-padded batch in
+one pass, the same tokens one by one with the KV cache, and greedy generation.
 """
 
 import inspect
@@ -13,7 +13,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from difftool.errors import UserError
-from difftool.surgery.loading import load_tokenizer, loaded_model
+from difftool.surgery.loading import loaded_model
 
 PROMPTS = (
     "The capital of France is",
@@ -23,13 +23,13 @@ LENGTH = 24  # tokens of a prompt where there is no tokenizer
 DECODED = 4  # tokens run one by one with the cache
 GENERATED = 16
 
-# What rounding may do to a logit, relative to the largest: a matrix product may be summed in another
-# order once it has more columns. A misplaced head changes logits by their own size.
+# What rounding may do to a logit, relative to the largest: a matrix product may be summed in
+# another order once it has more columns. A misplaced head changes logits by their own size.
 ROUNDING = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
-# One decoded token under a padding mask: transformers >= 5.24 multiplies all query heads of a group as
-# one matrix (`pack_gqa`), and twice the rows may be summed in another order. Rounding, never more.
+# One decoded token under a padding mask: transformers >= 5.24 multiplies all query heads of a group
+# as one matrix (`pack_gqa`), and twice the rows may be summed in another order. Rounding only.
 PACKED = "padded cached decoding"
 
 
@@ -38,7 +38,7 @@ class Observed:
     """What one model said: by pass, outputs [tokens, vocab] in float32; and what it generated."""
 
     outputs: dict[str, torch.Tensor]
-    generated: torch.Tensor | None
+    generated: list[list[int]]  # token ids, empty for a model that cannot generate
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,10 @@ class Comparison:
     def max_difference(self) -> float:
         return max(self.differences.values())
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return the figures as they stand in difftool.json."""
+        return {**asdict(self), "verdict": self.verdict()}
+
     def verdict(self) -> str:
         """Say in words how close the two are."""
         apart = {name: value for name, value in self.differences.items() if value != 0}
@@ -77,6 +81,7 @@ def verify(
     result: Path,
     exactness: str,
     dtypes: tuple[torch.dtype, ...],
+    tokenizer: PreTrainedTokenizerBase | None,
     *,
     max_memory: int | None = None,
 ) -> list[Comparison]:
@@ -87,6 +92,7 @@ def verify(
         result: folder of the converted checkpoint.
         exactness: "bits" or "rounding" (differences beyond rounding fail), or "none".
         dtypes: to load both in.
+        tokenizer: of the source; None runs random tokens.
         max_memory: see `loaded_model`.
 
     Raises:
@@ -94,7 +100,6 @@ def verify(
     """
     comparisons = []
     for dtype in dtypes:
-        tokenizer = load_tokenizer(source)
         before, after = (
             _observe(folder, dtype, tokenizer, max_memory) for folder in (source, result)
         )
@@ -129,14 +134,9 @@ def compare(before: Observed, after: Observed, dtype: torch.dtype) -> Comparison
         max_logit=float(one.abs().max()),
         kl=float(divergence.mean()),
         top1_agreement=float((one.argmax(-1) == two.argmax(-1)).float().mean()),
-        greedy_equal=before.generated is None or torch.equal(before.generated, after.generated),
+        greedy_equal=before.generated == after.generated,
         tokens=one.shape[0],
     )
-
-
-def as_metrics(comparisons: list[Comparison]) -> dict[str, Any]:
-    """Return the comparisons as they stand in difftool.json."""
-    return {"verification": [asdict(comparison) for comparison in comparisons]}
 
 
 @torch.no_grad()
@@ -153,7 +153,7 @@ def _observe(
             full = full[mask.bool()]
         outputs = {"padded batch": full.float()}
         if not model.can_generate():
-            return Observed(outputs, None)
+            return Observed(outputs, [])
         outputs["cached decoding"] = _cached(model, tokens[:1], None)
         outputs[PACKED] = _cached(model, tokens, mask)
         return Observed(outputs, _generated(model, tokens, mask))
@@ -208,8 +208,7 @@ def _cached(
     return torch.cat(steps).float()
 
 
-def _generated(model: PreTrainedModel, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = model.generate(
-        tokens, attention_mask=mask, max_new_tokens=GENERATED, do_sample=False, use_cache=True
-    )
-    return result
+def _generated(model: PreTrainedModel, tokens: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
+    generate: Any = model.generate
+    tokens = generate(tokens, attention_mask=mask, max_new_tokens=GENERATED, do_sample=False)
+    return tokens.tolist()

@@ -52,9 +52,12 @@ def read(sources: Sequence[Tensor], query: Tensor, gain: Tensor) -> Tensor:
 
 
 def stream_before_head(
-    embedding: Tensor, sublayers: Sequence[Sublayer], reads: Sequence[Read], size: int,
+    embedding: Tensor,
+    sublayers: Sequence[Sublayer],
+    reads: Sequence[Read],
+    size: int,
     choose: Choice = blocks,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """What the final norm sees: one read per sublayer, and a last one."""
     outputs = [embedding]
     for sublayer, (query, gain) in zip(sublayers, reads[:-1], strict=True):
@@ -62,7 +65,9 @@ def stream_before_head(
     return read(choose(outputs, size), *reads[-1])
 
 
-def reads_of(state: Mapping[str, Tensor], layers: str, body: str, count: int, per_layer: int) -> list[Read]:
+def reads_of(
+    state: Mapping[str, Tensor], layers: str, body: str, count: int, per_layer: int
+) -> list[Read]:
     """Query and gain of every read, in order, from a state: `layers` and `body` are name prefixes."""
     names = [
         f"{layers}{layer}.{prefix}"
@@ -115,7 +120,9 @@ class Host:
     def __init__(self, body: nn.Module, ids: Tensor, mask: Tensor) -> None:
         config = body.config
         parallel = getattr(config, "use_parallel_residual", False)
-        self.branches = SUBLAYERS.get(f"{config.model_type}{' parallel' if parallel else ''}", _PRE_NORM)
+        self.branches = SUBLAYERS.get(
+            f"{config.model_type}{' parallel' if parallel else ''}", _PRE_NORM
+        )
         self.layers = body.h if config.model_type == "gpt2" else body.layers
         names = ("norm", "final_layer_norm", "ln_f")
         self.final_norm = next(getattr(body, name) for name in names if hasattr(body, name))
@@ -156,7 +163,9 @@ class Host:
     def sublayers(self) -> list[Sublayer]:
         return [self._sublayer(layer, branch) for layer in self.layers for branch in self.branches]
 
-    def last_hidden_state(self, reads: Sequence[Read], size: int, choose: Choice = blocks) -> Tensor:
+    def last_hidden_state(
+        self, reads: Sequence[Read], size: int, choose: Choice = blocks
+    ) -> Tensor:
         return self.final_norm(
             stream_before_head(self.embedding, self.sublayers(), reads, size, choose)
         )

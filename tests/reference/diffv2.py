@@ -28,9 +28,14 @@ def halves(heads: int) -> list[tuple[int, int]]:
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float,
-    softcap: float | None = None, sink: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+) -> Tensor:
     """One head: query [T, d] on key and value [S, d] under an additive mask [T, S]."""
     rows = []
     for token in range(query.shape[0]):
@@ -47,20 +52,33 @@ def attend(
     return torch.stack(rows)
 
 
-def heads_of_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **options: Any) -> list[Tensor]:
+def heads_of_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **options: Any
+) -> list[Tensor]:
     """Every head of one sequence: query [H, T, d] on key and value [h_kv, S, d]; `sinks` is [H]."""
     sinks = options.pop("sinks", None)
     per_group = query.shape[0] // key.shape[0]
     return [
-        attend(query[j], key[j // per_group], value[j // per_group], mask,
-               sink=None if sinks is None else sinks[j], **options)
+        attend(
+            query[j],
+            key[j // per_group],
+            value[j // per_group],
+            mask,
+            sink=None if sinks is None else sinks[j],
+            **options,
+        )
         for j in range(query.shape[0])
-    ]  # fmt: skip
+    ]
 
 
-def subtract(heads: list[Tensor], hidden: Tensor, lambda_weight: Tensor, lambda_bias: Tensor | None,
-             pairing: Pairing = neighbours) -> Tensor:  # fmt: skip
-    """y [T, h * d] from the 2h heads [T, d] and the attention's normed input `hidden` [T, D]."""
+def subtract(
+    heads: list[Tensor],
+    hidden: Tensor,
+    lambda_weight: Tensor,
+    lambda_bias: Tensor | None,
+    pairing: Pairing = neighbours,
+) -> Tensor:
+    """Return y [T, h * d] from the 2h heads [T, d] and the attention's normed input `hidden` [T, D]."""
     differences = []
     for i, (positive, negative) in enumerate(pairing(len(heads) // 2)):
         gate = hidden @ lambda_weight[i]  # [T]
@@ -83,7 +101,7 @@ def causal_mask(padding: Tensor) -> Tensor:
 
 
 def linear(state: State, name: str, x: Tensor) -> Tensor:
-    """x [T, in] through the named weight and, where there is one, its bias."""
+    """Pass x [T, in] through the named weight and, where there is one, its bias."""
     y = x @ state[f"{name}.weight"].T
     return y + state[f"{name}.bias"] if f"{name}.bias" in state else y
 
@@ -94,13 +112,17 @@ def rotate(x: Tensor, theta: float) -> Tensor:
     frequency = theta ** (-torch.arange(0, width, 2, dtype=x.dtype) / width)
     angle = torch.arange(length, dtype=x.dtype)[:, None] * frequency  # [T, d/2]
     first, second = x[:, : width // 2], x[:, width // 2 :]
-    return torch.cat([first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()], -1)
+    return torch.cat(
+        [first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()], -1
+    )
 
 
 class Llama:
     """A Llama for one sequence [T, D] at a time, its sublayers apart; differential if it has lambdas."""
 
-    def __init__(self, state: State, config: Any, mask: Tensor, pairing: Pairing = neighbours) -> None:
+    def __init__(
+        self, state: State, config: Any, mask: Tensor, pairing: Pairing = neighbours
+    ) -> None:
         self.state, self.config, self.mask, self.pairing = state, config, mask, pairing
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -113,13 +135,17 @@ class Llama:
     def attention(self, layer: int, stream: Tensor) -> Tensor:
         name = f"model.layers.{layer}.self_attn"
         x = self.norm(f"model.layers.{layer}.input_layernorm", stream)
-        q, k, v = (linear(self.state, f"{name}.{p}_proj", x).split(self.config.head_dim, -1) for p in "qkv")
+        q, k, v = (
+            linear(self.state, f"{name}.{p}_proj", x).split(self.config.head_dim, -1) for p in "qkv"
+        )
         theta = self.config.rope_parameters["rope_theta"]
         heads = heads_of_attention(
             torch.stack([rotate(head, theta) for head in q]),
             torch.stack([rotate(head, theta) for head in k]),
-            torch.stack(v), self.mask, scaling=1 / math.sqrt(self.config.head_dim),
-        )  # fmt: skip
+            torch.stack(v),
+            self.mask,
+            scaling=1 / math.sqrt(self.config.head_dim),
+        )
         gate = f"{name}.differential.lambda_proj"
         if f"{gate}.weight" not in self.state:
             return linear(self.state, f"{name}.o_proj", torch.cat(heads, -1))
@@ -131,7 +157,11 @@ class Llama:
         name = f"model.layers.{layer}.mlp"
         x = self.norm(f"model.layers.{layer}.post_attention_layernorm", stream)
         gate = linear(self.state, f"{name}.gate_proj", x)
-        return linear(self.state, f"{name}.down_proj", gate * torch.sigmoid(gate) * linear(self.state, f"{name}.up_proj", x))
+        return linear(
+            self.state,
+            f"{name}.down_proj",
+            gate * torch.sigmoid(gate) * linear(self.state, f"{name}.up_proj", x),
+        )
 
     def head(self, stream: Tensor) -> Tensor:
         name = "model.embed_tokens" if self.config.tie_word_embeddings else "lm_head"
@@ -151,7 +181,9 @@ def duplicate(rows: Tensor, heads: int) -> Tensor:
     return torch.cat([part for head in rows.chunk(heads) for part in (head, head)])
 
 
-def exact_start(state: State, heads: int, head_dim: int, gate: float | None = None) -> dict[str, Tensor]:
+def exact_start(
+    state: State, heads: int, head_dim: int, gate: float | None = None
+) -> dict[str, Tensor]:
     """The differential state that computes what the plain `state` computes.
 
     Query heads are duplicated next to themselves, lambda's weight is zero and the output weight is

@@ -1,7 +1,7 @@
 """The architectures that a checkpoint can be converted to: one file each, found by its name.
 
-A target `x` is `x.py`, what `convert` does, and `modeling_x.py`, the code that ships with the weights.
-`x.py` has CLASS_PREFIX, TITLE, IMPORTS, MIXIN and CONFIG_BODY for the generated model classes, an
+A target `x` is `x.py`, what `convert` does, and `modeling_x.py`, the code that ships with the
+weights. `x.py` has CLASS_PREFIX, TITLE, IMPORTS, MIXIN, CONFIG_BODY for the generated classes, an
 `Options` model, and the pure functions `refusal`, `exactness`, `configure` and `rewrite`.
 """
 
@@ -10,7 +10,6 @@ from pathlib import Path
 from types import ModuleType
 
 from difftool.errors import UserError, did_you_mean
-
 
 
 def target_names() -> tuple[str, ...]:

@@ -19,7 +19,7 @@ CLASS_PREFIX = "AttnRes"
 TITLE = "Attention Residuals"
 IMPORTS = ("AttnResMixin",)
 MIXIN = "AttnResMixin"
-CONFIG_BODY = ""
+CONFIG_BODY = ()
 
 
 class Options(BaseModel):
@@ -44,10 +44,12 @@ def refusal(host: Host) -> str | None:
 
 
 def exactness(host: Host, options: Options) -> str:
+    """Return how close the result must be: always to the bit."""
     return "bits"
 
 
 def count_sublayers(host: Host) -> int:
+    """Return the number of branches that add to the stream."""
     return host.geometry.layers * len(host.readers)
 
 

@@ -1,4 +1,4 @@
-"""Differential Transformer V2: query heads split in two inside their GQA group, a lambda projection.
+"""Differential Transformer V2: query heads split in two inside their GQA group, and a lambda.
 
 Start: every query head beside its copy, lambda = 0 so that its gate is one half, and W_o times two:
 a - a/2 = a/2, times two is a. All powers of two, so no bit of the logits moves.
@@ -17,17 +17,20 @@ from difftool.surgery.host import Host
 
 CLASS_PREFIX = "DiffV2"
 TITLE = "Differential Transformer V2"
-IMPORTS = ("DiffV2Mixin", "tensor_parallel_plan")
+IMPORTS = ("DiffV2Mixin", "check_by_pairs", "tensor_parallel_plan")
 MIXIN = "DiffV2Mixin"
-CONFIG_BODY = "base_model_tp_plan = tensor_parallel_plan({config}.base_model_tp_plan)"
+CONFIG_BODY = (
+    "base_model_tp_plan = tensor_parallel_plan({config}.base_model_tp_plan)",
+    "validate = check_by_pairs({config}.validate)",
+)
 
 
 class Options(BaseModel):
     """Options of the diffv2 target.
 
     Attributes:
-        start_gate: sigmoid(lambda) at the start. 0.5 needs no bias, which is the upstream shape, and
-            is exact to the bit; any other value adds a lambda bias and is exact to rounding.
+        start_gate: sigmoid(lambda) at the start. 0.5 needs no bias, which is the upstream shape,
+            and is exact to the bit; other values add a lambda bias and are exact to rounding.
         noise: standard deviation of the noise on the second query head of each pair, relative to
             that of its weights; breaks the symmetry, and with it the exact start.
         seed: of the noise.
@@ -53,7 +56,7 @@ def exactness(host: Host, options: Options) -> str:
 
 
 def configure(host: Host, options: Options) -> dict[str, Any]:
-    """Return the config keys to set: twice the heads, everything that was derived from them fixed."""
+    """Return the config keys to set: twice the heads, and what was derived from them."""
     geometry = host.geometry
     return {
         "num_attention_heads": 2 * geometry.heads,
@@ -100,7 +103,11 @@ def _rewrite_output(
     part = info.name.removeprefix(attention)
     if part != "o_proj.weight":
         return {inside + part: Copied(info, source.path / info.file)}
-    heads, hidden_size, dtype = host.geometry.heads, host.geometry.hidden_size, torch_dtype(info.dtype)
+    heads, hidden_size, dtype = (
+        host.geometry.heads,
+        host.geometry.hidden_size,
+        torch_dtype(info.dtype),
+    )
     bias, gate = start_lambda_bias(options.start_gate, dtype)
 
     def scaled() -> torch.Tensor:

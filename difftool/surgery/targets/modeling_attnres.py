@@ -4,21 +4,27 @@ Every sublayer reads a mixture over depth instead of the plain sum (arXiv 2603.1
 
     h_l = sum_i w_i s_i ,   w = exp(z) / mean(exp z) ,   z_i = q_l . RMSNorm(s_i)
 
-s_0 is the embedding, then one source per completed block of sublayers, then the running block. This is
-the paper's softmax mixture times the number of sources: with q = 0 every weight is exactly 1, so the
-read is the host's own stream. The host keeps adding up its stream H; the sources are the differences of
-H between block boundaries, and a reader of the stream (a pre-norm, or the sublayer itself in post-norm
-hosts) sees  H + sum_i (w_i - 1) s_i , computed in float32.
+s_0 is the embedding, then one source per completed block of sublayers, then the running block. This
+is the paper's softmax mixture times the number of sources: with q = 0 every weight is exactly 1, so
+the read is the host's own stream. The host keeps adding up its stream H; the sources are the
+differences of H between block boundaries, and a reader of the stream (a pre-norm, or the sublayer
+itself in post-norm hosts) sees  H + sum_i (w_i - 1) s_i , computed in float32.
 
+In bfloat16 a source is therefore what its block really added to H, after H's own rounding.
 Difftool writes this file beside the weights.
 """
 
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel as HostModel
+else:
+    HostModel = object  # a mixin, in front of the host's own class
 
 
 EPSILON = 1e-6  # of the RMSNorm on the sources
@@ -32,7 +38,7 @@ class Source(NamedTuple):
 
 
 class DepthStream:
-    """The sources of one forward pass, by block index, so that a recomputed layer finds its own past.
+    """The sources of one forward pass, by block, so that a recomputed layer finds its own past.
 
     Lives outside the modules: two threads may run one model, and torch.export may trace it.
     """
@@ -45,7 +51,9 @@ class DepthStream:
         """Return what sublayer number `sublayer` attends to, when the host's stream is `stream`."""
         block, offset = divmod(sublayer, block_size)
         if offset == 0:
-            closed = stream.float() - self.boundaries[block - 1].float() if block else stream.float()
+            closed = (
+                stream.float() - self.boundaries[block - 1].float() if block else stream.float()
+            )
             self.boundaries[block] = stream
             self.sources[block] = _source(closed)
         sources = [self.sources[i] for i in range(block + 1)]
@@ -82,7 +90,7 @@ _running = threading.local()  # .streams: of the forward passes under way in thi
 def _streams() -> list[DepthStream]:
     if not hasattr(_running, "streams"):
         _running.streams = []
-    return _running.streams
+    return cast(list[DepthStream], _running.streams)
 
 
 def _begin_forward(body: nn.Module, args: tuple[Any, ...]) -> None:
@@ -124,9 +132,7 @@ class DepthRead:
         return args, {**kwargs, "hidden_states": self.read(kwargs["hidden_states"])}
 
     def read(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        sources = _streams()[-1].read_sources(
-            self.sublayer, self.block_size, hidden_states
-        )
+        sources = _streams()[-1].read_sources(self.sublayer, self.block_size, hidden_states)
         query = getattr(self.owner, f"{self.prefix}_proj").weight[0]
         gain = getattr(self.owner, f"{self.prefix}_norm").weight
         return mix(hidden_states, sources, read_weights(sources, query, gain))
@@ -142,7 +148,7 @@ def _graft_read(
         owner.get_submodule(reader).register_forward_pre_hook(read, with_kwargs=True)
 
 
-def graft(body: nn.Module, config: Any) -> None:
+def graft(body: Any, config: Any) -> None:
     """Add the reads to a base model: `config.attnres` says where its stream is read."""
     plan = config.attnres
     body.register_forward_pre_hook(_begin_forward)
@@ -173,24 +179,27 @@ def _carry_stream(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     return carried
 
 
-class AttnResMixin:
+class AttnResMixin(HostModel):
     """A model class whose readers of the stream attend over depth.
 
-    Reads `config.attnres`: {"block_size": sublayers in a block, "layers": path of the decoder layers,
-    "readers": per sublayer of a layer the modules that read the stream, "final_norm": path}.
+    Reads `config.attnres`: {"block_size": sublayers in a block, "layers": path of the decoder
+    layers, "readers": per sublayer of a layer the modules that read the stream, "final_norm": path
+    of the last reader}.
     """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        graft(self.base_model, config)
+        body: Any = self.base_model
+        if body is self or not isinstance(body, AttnResMixin):  # else AutoModel grafted it already
+            graft(body, config)
 
     def _set_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> None:
         checkpoint = kwargs.get("gradient_checkpointing_func")
         if checkpoint is not None:
             if getattr(checkpoint, "keywords", {}).get("use_reentrant"):
                 raise ValueError(
-                    "Attention Residuals need use_reentrant=False: a reentrant checkpoint passes no "
-                    "gradient to the sources, which a layer reads besides its own input."
+                    "Attention Residuals need use_reentrant=False: a reentrant checkpoint passes "
+                    "no gradient to the sources, which a layer reads besides its own input."
                 )
             kwargs["gradient_checkpointing_func"] = _carry_stream(checkpoint)
         super()._set_gradient_checkpointing(*args, **kwargs)

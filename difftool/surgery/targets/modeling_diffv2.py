@@ -1,18 +1,24 @@
 """Differential attention V2, grafted onto a transformers model. Needs torch and transformers only.
 
-The host runs its own attention once, with 2h query heads over its h_kv key/value heads; heads 2i and
-2i+1 form a pair inside one GQA group, and (microsoft/unilm, Diff-Transformer-V2):
+The host runs its own attention once, with 2h query heads over its h_kv key/value heads; heads 2i
+and 2i+1 form a pair inside one GQA group, and (microsoft/unilm, Diff-Transformer-V2):
 
     y = a[0::2] - sigmoid(x W_lambda) * a[1::2]        out = y W_o
 
-Difftool writes this file beside the weights. Positions, q/k norms, biases, masks, the KV cache and the
-attention kernel stay the host's; its output projection moves into `DifferentialOutput`.
+Difftool writes this file beside the weights. Positions, q/k norms, biases, masks, the KV cache and
+the attention kernel stay the host's; its output projection moves into `DifferentialOutput`.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel as HostModel
+else:
+    HostModel = object  # a mixin, in front of the host's own class
 
 
 class DifferentialOutput(nn.Module):
@@ -37,22 +43,23 @@ class DifferentialOutput(nn.Module):
     def forward(self, hidden_states: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
         """Return [..., D] from the attention's input [..., D] and its heads [..., 2h * d]."""
         gate = self.lambda_proj(hidden_states).sigmoid().unsqueeze(-1)  # [..., h, 1]
-        pairs = attention.unflatten(-1, (-1, 2, self.head_dim))  # [..., h, 2, d]
+        pairs = attention.reshape(*attention.shape[:-1], -1, 2, self.head_dim)  # [..., h, 2, d]
         difference = pairs[..., 0, :] - gate * pairs[..., 1, :]
-        return self.o_proj(difference.flatten(-2))
+        projected: torch.Tensor = self.o_proj(difference.flatten(-2))
+        return projected
 
 
 def _subtract_pairs(
-    attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> Any:
-    """Forward hook of the host's attention: its first output is [..., 2h * d], not yet projected."""
+    """Forward hook of the host's attention: its first output, [..., 2h * d], lacks W_o so far."""
     hidden_states = args[0] if args else kwargs["hidden_states"]
     if isinstance(output, torch.Tensor):
         return attention.differential(hidden_states, output)
     return (attention.differential(hidden_states, output[0]), *output[1:])
 
 
-def _resize(attention: nn.Module, config: Any) -> None:
+def _resize(attention: Any, config: Any) -> None:
     """Rebuild the projections of a host that derives head_dim from D / heads (StableLM)."""
     heads, kv_heads, head_dim = (
         config.num_attention_heads,
@@ -73,7 +80,7 @@ def _resize(attention: nn.Module, config: Any) -> None:
     attention.rotary_ndims = int(head_dim * rotary_share)
 
 
-def _graft_attention(attention: nn.Module, config: Any, lambda_bias: bool) -> None:
+def _graft_attention(attention: Any, config: Any, lambda_bias: bool) -> None:
     if attention.head_dim != config.head_dim:
         _resize(attention, config)
     attention.differential = DifferentialOutput(
@@ -101,7 +108,24 @@ def tensor_parallel_plan(host_plan: dict[str, str] | None) -> dict[str, str] | N
     return plan
 
 
-class DiffV2Mixin:
+def check_by_pairs(validate: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return a host config's check of itself, run as if each pair of query heads were one head.
+
+    Some hosts check sizes against hidden_size / num_attention_heads, which doubling would halve.
+    """
+
+    def checked(config: Any) -> None:
+        heads = config.num_attention_heads
+        config.num_attention_heads = heads // 2
+        try:
+            validate(config)
+        finally:
+            config.num_attention_heads = heads
+
+    return checked
+
+
+class DiffV2Mixin(HostModel):
     """A model class whose every attention ends in `DifferentialOutput`.
 
     Reads `config.diffv2`: {"lambda_bias": bool}; `config.num_attention_heads` is 2h.
@@ -109,5 +133,8 @@ class DiffV2Mixin:
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        for layer in self.base_model.layers:
-            _graft_attention(layer.self_attn, config, config.diffv2["lambda_bias"])
+        body: Any = self.base_model
+        if body is self or not isinstance(body, DiffV2Mixin):  # else AutoModel grafted it already
+            layers: Any = body.layers
+            for layer in layers:
+                _graft_attention(layer.self_attn, config, config.diffv2["lambda_bias"])
