@@ -7,8 +7,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
+from difftool.checkpoint import open_checkpoint, require_weights
 from difftool.errors import UserError
 from difftool.sources import open_source
+from difftool.surgery.expected import check_tensors
+from difftool.surgery.host import read_host
 from difftool.surgery.loading import find_dtype, load_tokenizer, loaded_model
 
 
@@ -51,6 +54,9 @@ def generate(
         UserError: no such source, a source without tokenizer, or one that cannot generate.
     """
     with open_source(source, dtype=options.dtype) as opened:
+        checkpoint = open_checkpoint(opened.path)
+        require_weights(checkpoint)
+        check_tensors(checkpoint, read_host(checkpoint))
         tokenizer = load_tokenizer(opened.path, options.trust_remote_code)
         if tokenizer is None:
             raise UserError(
@@ -64,8 +70,20 @@ def generate(
         with loaded_model(opened.path, find_dtype(opened.path, options.dtype)) as model:
             if not model.can_generate():
                 raise UserError(f"{type(model).__name__} has no language-model head")
+            _check_length(model, inputs["input_ids"].shape[1], options)
             write(prompt)
             _run(model, dict(inputs), _Writer(tokenizer, write), options)
+
+
+def _check_length(model: PreTrainedModel, tokens: int, options: GenerateOptions) -> None:
+    """Refuse a text longer than a table of learned positions; rotary ones have no such end."""
+    positions = getattr(model.config, "n_positions", None)
+    if positions is not None and tokens + options.max_new_tokens > positions:
+        raise UserError(
+            f"{tokens} tokens of prompt and {options.max_new_tokens} new ones are too many",
+            f"at most {positions} together, which is all that the model has positions for",
+            "Use a smaller --max-new-tokens",
+        )
 
 
 def _run(

@@ -78,13 +78,14 @@ class Inspection:
             words += f"; {g.heads // 2} differential pairs"
         if "attnres" in self.host.targets:
             attnres = self.host.config["attnres"]
-            words += f"; {attnres['blocks']} blocks of {attnres['block_size']} sublayers"
+            blocks, size = attnres["blocks"], attnres["block_size"]
+            words += f"; {blocks} block{'s' * (blocks > 1)} of {size} sublayer{'s' * (size > 1)}"
         return words
 
     @property
     def provenance_in_words(self) -> list[str]:
-        """One line per step that made the checkpoint, with its verification."""
-        return [_describe(step) for step in self.provenance.steps]
+        """One line per step that made the checkpoint, and one per dtype it was verified in."""
+        return [line for step in self.provenance.steps for line in _describe(step)]
 
 
 def inspect_source(source: str) -> Inspection:
@@ -114,11 +115,11 @@ def inspect_source(source: str) -> Inspection:
         )
 
 
-def _describe(step: Step) -> str:
+def _describe(step: Step) -> list[str]:
     options = ", ".join(
         f"{key}={value}" for key, value in step.options.items() if value is not None
     )
     line = f"made by {step.stage} ({options}) from {step.source.id}"
     proofs = step.metrics.get("verification") or []
-    verdicts = "; ".join(f"{proof['dtype']}: {proof['verdict']}" for proof in proofs)
-    return f"{line}; {verdicts or 'not verified'}"
+    verdicts = [f"  verified in {proof['dtype']}: {proof['verdict']}" for proof in proofs]
+    return [line, *verdicts] if verdicts else [f"{line}, not verified"]

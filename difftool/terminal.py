@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+FLOATS = ("float32", "bfloat16", "float16")
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -71,9 +73,23 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2, ensure_ascii=False, default=str))
 
 
-def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
+def print_text(text: str) -> None:
+    """Print a line to stdout, folded between words; what is folded stands further in."""
+    margin = len(text) - len(text.lstrip())
+    width = Console(file=sys.stdout).width
+    lines = textwrap.wrap(
+        text,
+        width,
+        subsequent_indent=" " * (margin + 2),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    click.echo("\n".join(lines))
+
+
+def print_table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
     """Print a table to stdout; columns whose name ends in `#` hold numbers."""
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         right = column.endswith("#")
         table.add_column(column.rstrip("#"), justify="right" if right else "left", overflow="fold")

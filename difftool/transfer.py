@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from io import FileIO
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,8 +20,8 @@ Progress = Callable[[int], None]
 Block = np.ndarray[Any, np.dtype[np.uint8]]
 
 FICLONE = 0x40049409  # linux/fs.h: share the source's blocks, copy on write
-CHECKED_BLOCK = 2**20  # fits the second-level cache, so that checking costs little beside copying
-KERNEL_BLOCK = 2**26
+CHECKED_BLOCK = 2**20  # small enough for the processor's cache, as it is gone over twice
+KERNEL_BLOCK = 2**24  # still in memory when it is checked after the kernel copied it
 NOT_IN_KERNEL = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
 # dtype -> bytes of a float, and the bits of the smallest magnitude that is not finite
 NOT_FINITE = {
@@ -56,23 +56,34 @@ def copy_range(
 ) -> bool:
     """Copy bytes of `source` to where `target` stands; return False if one float is not finite.
 
-    Without a float `dtype` the kernel copies, where it can.
+    The kernel copies where it can. Of a float `dtype`, the bytes are then read once more to be
+    checked, from memory: less work than carrying every byte through this process.
     """
     checked = dtype in NOT_FINITE
     with source.open("rb") as file:
-        done = 0 if checked else _copy_in_kernel(file.fileno(), target, offset, nbytes, progress)
-        file.seek(offset + done)
-        block = np.empty(min(nbytes - done, CHECKED_BLOCK), np.uint8)
-        while done < nbytes:
-            block = block[: nbytes - done]
-            if file.readinto(block.data) < block.size:
-                raise UserError(f"{source} became shorter while it was read", fix=DOWNLOAD_AGAIN)
-            if checked and not is_finite(block, dtype):
-                return False
-            write_all(target, block.data)
-            done += block.size
-            progress(block.size)
+        for done in range(0, nbytes, KERNEL_BLOCK):
+            count = min(KERNEL_BLOCK, nbytes - done)
+            copied = _copy_in_kernel(file.fileno(), target, offset + done, count)
+            if checked or copied < count:
+                for place, block in _read_blocks(source, file, offset + done, count):
+                    if checked and not is_finite(block, dtype):
+                        return False
+                    write_all(target, block.data[max(copied - place, 0) :])
+            progress(count)
     return True
+
+
+def _read_blocks(
+    source: Path, file: BufferedReader, offset: int, nbytes: int
+) -> Iterator[tuple[int, Block]]:
+    """Yield the bytes from `offset` on, with their place after it, in one block used over again."""
+    block = np.empty(min(nbytes, CHECKED_BLOCK), np.uint8)
+    file.seek(offset)
+    for place in range(0, nbytes, CHECKED_BLOCK):
+        block = block[: nbytes - place]
+        if file.readinto(block.data) < block.size:
+            raise UserError(f"{source} became shorter while it was read", fix=DOWNLOAD_AGAIN)
+        yield place, block
 
 
 def write_all(target: FileIO, data: memoryview | bytes) -> None:
@@ -137,15 +148,12 @@ def explain_write_errors(target: Path, needed: int) -> Iterator[None]:
         raise UserError(f"writing {target} failed: {error.strerror}{cause}") from error
 
 
-def _copy_in_kernel(
-    source: int, target: FileIO, offset: int, nbytes: int, progress: Progress
-) -> int:
+def _copy_in_kernel(source: int, target: FileIO, offset: int, nbytes: int) -> int:
     """Return how many bytes the kernel copied; the caller does the rest."""
     done = 0
     while hasattr(os, "copy_file_range") and done < nbytes:
-        block = min(KERNEL_BLOCK, nbytes - done)
         try:
-            copied = os.copy_file_range(source, target.fileno(), block, offset + done)
+            copied = os.copy_file_range(source, target.fileno(), nbytes - done, offset + done)
         except OSError as error:
             if error.errno in NOT_IN_KERNEL:
                 break
@@ -153,7 +161,6 @@ def _copy_in_kernel(
         if not copied:
             break
         done += copied
-        progress(copied)
     return done
 
 

@@ -60,7 +60,7 @@ class Recipe:
     tokens: int = 6_000_000
     window: int = 512
     batch: int = 4
-    peak_rate: float = 3e-3
+    peak_rate: float = 1e-3
     warmup_steps: int = 100
     decay_fraction: float = 0.4
     final_fraction: float = 0.1

@@ -74,7 +74,7 @@ def test_every_family_that_allows_diffv2_has_a_tiny_model() -> None:
     assert {TINY[name].family for name in ALLOWED} == expected
 
 
-# -- the exact start ---------------------------------------------------------------------------------
+# -- the exact start
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -143,7 +143,7 @@ def test_every_new_parameter_has_a_live_gradient_at_the_start(gate: float | None
         assert_near(second, -(gate or 0.5) * first, ROUNDING, attention)  # y = a1 - gate * a2
 
 
-# -- random weights against the reference --------------------------------------------------------------
+# -- random weights against the reference
 
 
 def reference_logits(
@@ -189,7 +189,7 @@ def test_pairs_of_different_groups_are_told_apart(name: str) -> None:
     assert error > 0.3
 
 
-# -- the attention of every family ---------------------------------------------------------------------
+# -- the attention of every family
 
 Recorded = list[dict[str, Any]]
 _records: Recorded = []
@@ -280,7 +280,7 @@ def test_each_attention_equals_the_reference_on_its_own_heads(name: str) -> None
         assert (wrong - expected).norm() > 0.3 * expected.norm()
 
 
-# -- what a user does with such a model ------------------------------------------------------------------
+# -- what a user does with such a model
 
 
 @pytest.mark.parametrize("name", [name for name in ALLOWED if TINY[name].prefix_stable])
@@ -330,7 +330,7 @@ def test_compiles_as_one_graph_to_the_same_numbers() -> None:
     ids, mask = make_batch()
     model = graft(make_model("llama", num_hidden_layers=1), "diffv2")
     randomise(model, seed=1)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
     actual = logits_of(compiled, ids, mask, use_cache=False)
     assert_near(actual[mask.bool()], logits_of(model, ids, mask)[mask.bool()], ROUNDING)
 

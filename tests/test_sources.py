@@ -225,7 +225,7 @@ Serve = Callable[..., None]
 
 
 @pytest.fixture
-def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
+def serve(online: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
     servers = []
 
     def start(files: dict[str, str], refuse: dict[str, tuple[int, str]] | None = None) -> None:

@@ -1,8 +1,8 @@
 """Tiny random models, at least one per family: real architectures, weights that hide nothing.
 
 Two or three layers of width 48, so that a hundred of them run in seconds; weights, norms, biases,
-attention sinks and routers are all random, windows are shorter than `SEQUENCE`, and the variants hold
-what real checkpoints do differently (head geometry, rope scaling, tying, parallel branches).
+attention sinks and routers are all random, windows are shorter than `SEQUENCE`, and the variants
+hold what real checkpoints do differently (head geometry, rope scaling, tying, parallel branches).
 """
 
 import copy
@@ -85,7 +85,7 @@ class TinyModel:
     """One tiny model: its family (`model_type`) and what its config says beyond the common base.
 
     Attributes:
-        prefix_stable: False if a longer sequence changes what earlier tokens compute (dynamic rope).
+        prefix_stable: False if a longer sequence changes earlier tokens (dynamic rope).
     """
 
     family: str
@@ -414,13 +414,13 @@ def graft(
     start_gate: float | None = None,
     **changes: Any,
 ) -> PreTrainedModel:
-    """Return a new model of the source's class and dtype with `targets` grafted on, at its exact start.
+    """Return a new model of the source's class with `targets` grafted on, at its exact start.
 
     Args:
         source: any head on any family.
         targets: "diffv2", "attnres", or both.
         block_size: sublayers in a block of attnres.
-        start_gate: sigmoid of lambda at the start of diffv2, through a bias; None for one half without.
+        start_gate: sigmoid of lambda at the start, through a bias; None: one half without.
         changes: further settings of the new config.
     """
     config = copy.deepcopy(source.config)
@@ -458,7 +458,7 @@ def assert_near(actual: torch.Tensor, expected: torch.Tensor, share: float, what
 
 
 def skip_if_missing(name: str) -> None:
-    """Skip the test under way, saying why, if the installed transformers cannot build this model."""
+    """Skip the test under way, saying why, if this transformers cannot build the model."""
     reason = why_missing(name)
     if reason:
         pytest.skip(reason)
@@ -476,7 +476,7 @@ def logits_of(
 def stepwise_logits(
     model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, *, prefill: int
 ) -> torch.Tensor:
-    """Return the same logits from a prefill followed by one token at a time over a growing cache."""
+    """Return the same logits from a prefill, then one token at a time over a growing cache."""
     parameters = inspect.signature(model.forward).parameters
     cache = {
         "cache" if "cache" in parameters else "past_key_values": DynamicCache(config=model.config)
@@ -495,7 +495,7 @@ def greedy(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor) -> tor
 
 
 def project(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return a loss: a fixed random projection of the real tokens' values [batch, length, width]."""
+    """Return a loss: a fixed random projection of the real tokens' values [B, T, width]."""
     generator = torch.Generator().manual_seed(7)
     weights = torch.randn(values.shape, generator=generator)
     return (values * weights * mask[..., None]).sum()

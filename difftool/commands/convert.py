@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--dtype",
-    type=click.Choice(["float32", "bfloat16", "float16"]),
-    help="Of the floating weights [default: as they are].",
+    type=click.Choice(terminal.FLOATS),
+    metavar="DTYPE",
+    help="float32, bfloat16 or float16 for the floating weights [default: as they are].",
 )
 @click.option(
     "--shard-size", type=terminal.ByteSize(), help="Repack into shards of this size, e.g. 5GB."
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 def command(
     source: str, output: Path | None, *, dry_run: bool, as_json: bool, **options: Any
 ) -> None:
-    """Convert a checkpoint to another architecture, starting as the same function.
+    """Convert a checkpoint to an architecture that starts as the same function.
 
     SRC is a folder, a hub id, a .gguf file, an alias (see difftool models) or tiny. The result
     loads with plain transformers and trust_remote_code=True.
@@ -78,20 +79,22 @@ def _print_plan(plan: "Plan", as_json: bool) -> None:
     if as_json:
         terminal.print_json(summary.as_dict())
         return
-    click.echo(f"{plan.host.architecture} → {plan.shim.architecture}, {plan.exactness_in_words}")
+    terminal.print_text(
+        f"{plan.host.architecture} → {plan.shim.architecture}, {plan.exactness_in_words}"
+    )
     rows = [
         (
             change.what,
+            f"{change.count}×",
             change.pattern.removeprefix(f"{plan.host.layer_prefix}*."),
-            str(change.count),
             change.shapes,
-            terminal.format_bytes(change.nbytes),
+            terminal.format_bytes(change.nbytes) if change.nbytes else "",
         )
         for change in summary.changes
     ]
-    terminal.print_table("", ("", "tensor", "count#", "shape", "bytes#"), rows)
+    terminal.print_table(("", "#", "tensor", "shape", "bytes#"), rows)
     before, after = summary.bytes_before, summary.bytes_after
-    click.echo(
+    terminal.print_text(
         f"weights {terminal.format_bytes(before)} → {terminal.format_bytes(after)}; "
         f"{summary.untouched} tensors untouched; nothing was written"
     )
@@ -115,9 +118,13 @@ def _print_result(result: "Converted", as_json: bool) -> None:
         return
     for comparison in result.comparisons:
         greedy = "equal" if comparison.greedy_equal else "DIFFERENT"
-        click.echo(f"{comparison.dtype:>9}: {comparison.verdict()}; greedy text {greedy}")
+        terminal.print_text(f"{comparison.dtype}: {comparison.verdict()}; greedy text {greedy}")
     if not result.comparisons:
         click.echo("not verified")
-    if result.plan.unused:
-        click.echo(f"carried along, unused by transformers: {', '.join(result.plan.unused[:3])}, …")
-    click.echo(f"{result.path}: {result.plan.shim.architecture} in {result.seconds:.1f} s")
+    if unused := result.plan.unused:
+        more = ", …" if len(unused) > 3 else ""
+        terminal.print_text(
+            f"{len(unused)} tensors that transformers does not use are carried along: "
+            f"{', '.join(unused[:3])}{more}"
+        )
+    terminal.print_text(f"{result.path}: {result.plan.shim.architecture} in {result.seconds:.1f} s")

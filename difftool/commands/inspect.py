@@ -9,9 +9,10 @@ from difftool import terminal
 @click.argument("source", metavar="SRC")
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
 def command(source: str, as_json: bool) -> None:
-    """Show architecture, geometry, parameters by part, provenance and verification.
+    """Show what a checkpoint is, where it came from and what it can become.
 
-    For a plain source, which targets it supports and why not the others. Reads headers only.
+    Architecture, geometry, parameters by part; the steps that made it and how each was verified;
+    the targets it supports and why not the others. Reads headers only.
     """
     from difftool.inspection import inspect_source
 
@@ -19,14 +20,14 @@ def command(source: str, as_json: bool) -> None:
     if as_json:
         terminal.print_json(found.as_dict())
         return
-    click.echo(found.heading)
-    click.echo(found.geometry_in_words)
+    terminal.print_text(found.heading)
+    terminal.print_text(found.geometry_in_words)
     rows = [
         (part.name, terminal.format_count(part.parameters), terminal.format_bytes(part.nbytes))
         for part in found.parts
     ]
-    terminal.print_table("", ("part", "parameters#", "bytes#"), rows)
+    terminal.print_table(("part", "parameters#", "bytes#"), rows)
     for target, reason in found.targets.items():
-        click.echo(f"{target}: {reason or f'supported, difftool convert {source} --to {target}'}")
+        terminal.print_text(f"{target}: {reason or f'supported, convert with --to {target}'}")
     for line in found.provenance_in_words:
-        click.echo(line)
+        terminal.print_text(line)

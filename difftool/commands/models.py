@@ -12,21 +12,21 @@ from difftool import terminal
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
 def command(local: bool, as_json: bool) -> None:
     """List the model aliases and say which are already on this machine."""
-    from difftool.sources import list_models
+    from difftool.sources import ModelRow, list_models, open_source
 
-    rows = [row for row in list_models() if row.local or not local]
+    with open_source("tiny") as tiny:
+        rows = [ModelRow("tiny", "", "3.8M", "llama", False, tiny.path), *list_models()]
+    rows = [row for row in rows if row.local or not local]
     if as_json:
         terminal.print_json([dataclasses.asdict(row) for row in rows])
         return
     cells = [
         (
             row.alias,
-            row.hub_id,
+            row.hub_id or "embedded in difftool",
             row.parameters,
-            row.family,
-            "yes" if row.local else "gated" if row.gated else "",
+            "here" if row.local else "gated" if row.gated else "",
         )
         for row in rows
     ]
-    cells.insert(0, ("tiny", "embedded in difftool", "4M", "llama", "yes"))
-    terminal.print_table("", ("alias", "hub id", "size#", "family", "here"), cells)
+    terminal.print_table(("alias", "hub id", "size#", "note"), cells)

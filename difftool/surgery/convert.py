@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from difftool.checkpoint import Computed, fingerprint, open_checkpoint, require_weights
 from difftool.folder import new_folder
@@ -23,9 +24,10 @@ from difftool.sources import Source, open_source
 from difftool.surgery.card import write_card
 from difftool.surgery.host import read_host
 from difftool.surgery.loading import load_tokenizer
-from difftool.surgery.package import carry_files, write_code, write_config
+from difftool.surgery.package import carry_files, keep_tokenizer_class, write_code, write_config
 from difftool.surgery.plan import Plan, parse_options, plan_conversion
 from difftool.surgery.verify import Comparison, verify
+from difftool.transfer import explain_write_errors
 
 Report = Callable[[str, int, int], None]  # what is done, how much of it, of how much
 SMALL = 2 * 10**9  # bytes in float32 up to which a model is verified in float32 as well
@@ -124,13 +126,18 @@ def _write(
     record = SourceRecord(
         id=source.id, revision=source.revision, fingerprint=fingerprint(plan.source)
     )
-    carry_files(source.path, folder)
-    write_config(folder, plan.config)
-    write_code(folder, plan.shim, plan.targets)
+    chain = read_provenance(source.path)
+    needed = sum(output.nbytes for output in plan.outputs.values())
+    with explain_write_errors(folder, needed):
+        carry_files(source.path, folder)
+        write_config(folder, plan.config)
+        write_code(folder, plan.shim, plan.targets)
+    tokenizer = load_tokenizer(source.path, options.trust_remote_code)
+    if tokenizer is not None:
+        keep_tokenizer_class(folder, tokenizer)
     ways = _write_weights(folder, plan, options, report)
-    comparisons = _verify(source.path, folder, plan, options, report)
+    comparisons = _verify(source.path, folder, plan, tokenizer, options, report)
     seconds = time.perf_counter() - started
-    write_card(folder, plan, record, options.command, comparisons)
     step = Step(
         stage="convert",
         options={"to": plan.target, **plan.options.model_dump(), "dtype": options.dtype},
@@ -143,8 +150,9 @@ def _write(
             "verification": [comparison.as_dict() for comparison in comparisons],
         },
     )
-    chain = read_provenance(source.path)
-    write_provenance(folder, chain.model_copy(update={"steps": (*chain.steps, step)}))
+    with explain_write_errors(folder, needed):
+        write_card(folder, plan, record, options.command, comparisons)
+        write_provenance(folder, chain.model_copy(update={"steps": (*chain.steps, step)}))
     return Converted(folder, record, plan, ways, comparisons, seconds)
 
 
@@ -186,7 +194,12 @@ def _new_shard(plan: Plan, options: ConvertOptions) -> dict[str, str]:
 
 
 def _verify(
-    source: Path, folder: Path, plan: Plan, options: ConvertOptions, report: Report
+    source: Path,
+    folder: Path,
+    plan: Plan,
+    tokenizer: PreTrainedTokenizerBase | None,
+    options: ConvertOptions,
+    report: Report,
 ) -> list[Comparison]:
     if not options.verify:
         return []
@@ -194,7 +207,6 @@ def _verify(
     own = torch_dtype(DTYPES[options.dtype] if options.dtype else plan.host.dtype)
     parameters = sum(output.nbytes for output in plan.outputs.values()) / own.itemsize
     dtypes = (own,) if own == torch.float32 or parameters * 4 > SMALL else (own, torch.float32)
-    tokenizer = load_tokenizer(source, options.trust_remote_code)
     comparisons = verify(
         source, folder, plan.exactness, dtypes, tokenizer, max_memory=options.max_memory
     )

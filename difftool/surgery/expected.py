@@ -11,7 +11,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from difftool.checkpoint import Checkpoint
 from difftool.errors import UserError
-from difftool.surgery.host import Host, resolve_config
+from difftool.surgery.host import CONFIG_FAULTS, Host, rejected, resolve_config
 from difftool.surgery.shim import model_class
 
 LEFT_OVER = re.compile(
@@ -46,8 +46,11 @@ def expect(host: Host) -> Expected:
     """Ask the model's class, on the meta device, what it would load."""
     loader = model_class(host)
     plain = {k: v for k, v in host.config.items() if k not in ("auto_map", "quantization_config")}
-    with torch.device("meta"):
-        model = loader(loader.config_class.from_dict(plain))
+    try:
+        with torch.device("meta"):
+            model = loader(loader.config_class.from_dict(plain))
+    except CONFIG_FAULTS as error:
+        raise rejected(host.model_type, error) from error
     rules = get_model_conversion_mapping(model)
     return Expected(
         shapes={name: tuple(tensor.shape) for name, tensor in model.state_dict().items()},
@@ -61,7 +64,8 @@ def check_tensors(checkpoint: Checkpoint, host: Host) -> tuple[str, ...]:
     """Check names and shapes against the config; return the names that the model will not use.
 
     Raises:
-        UserError: a shape that contradicts the config, a missing tensor, a missing expert.
+        UserError: a config that no model can be built from, a shape that contradicts it, a missing
+            tensor, a missing expert.
     """
     expected = expect(host)
     loaded = {name: expected.loads_as(name) for name in checkpoint.tensors}
@@ -70,7 +74,7 @@ def check_tensors(checkpoint: Checkpoint, host: Host) -> tuple[str, ...]:
         if not is_part and info.shape != expected.shapes.get(name, info.shape):
             raise UserError(
                 f"tensor {stored!r} in {info.file} has the shape {list(info.shape)}",
-                f"{list(expected.shapes[name])}, as config.json says",
+                f"the shape {list(expected.shapes[name])}, as config.json says",
                 "Take config.json and weights from one revision of the same model",
             )
     _check_experts(checkpoint.tensors)

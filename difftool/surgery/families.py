@@ -108,3 +108,21 @@ NO_STREAM = {
     "mamba": "it has no attention",
     "mamba2": "it has no attention",
 }
+
+
+def families_table() -> str:
+    """Return README's table: the families, gathered by what each target gives them."""
+    to_rounding = "to fp32 rounding: its query norm spans all heads"
+    rows: dict[tuple[str, str], list[str]] = {}
+    for name, family in FAMILIES.items():
+        diffv2 = "bit-identical" if family.exact == "bits" else to_rounding
+        if family.no_diffv2:
+            diffv2 = f"refused: {family.no_diffv2}"
+        rows.setdefault((diffv2, "bit-identical"), []).append(name)
+    for name, why in NO_STREAM.items():
+        rows.setdefault((f"refused: {why}", "refused"), []).append(name)
+    lines = [
+        f"| {', '.join(names)} | {diffv2} | {attnres} |"
+        for (diffv2, attnres), names in rows.items()
+    ]
+    return "\n".join(["| `model_type` | diffv2 | attnres |", "|---|---|---|", *lines])

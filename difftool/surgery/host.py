@@ -18,7 +18,7 @@ from transformers import (
 from difftool.checkpoint import Checkpoint
 from difftool.errors import UserError, did_you_mean
 from difftool.surgery.families import FAMILIES, NO_STREAM, Family, Readers
-from difftool.surgery.targets import target_names
+from difftool.surgery.targets import load_target, target_names
 
 QUANTISED_BESIDE_ATTENTION = ("mxfp4",)  # leaves attention and norms in floating point
 AUTO: dict[str, Any] = {
@@ -28,6 +28,16 @@ AUTO: dict[str, Any] = {
     "AutoModelForTokenClassification": MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
 }
 FLOATS = ("BF16", "F16", "F32", "F64")
+# What transformers raises where the values of a config make no sense
+CONFIG_FAULTS = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+    StrictDataclassError,
+)
 
 
 @dataclass(frozen=True)
@@ -85,12 +95,13 @@ def read_host(checkpoint: Checkpoint) -> Host:
     _refuse_wrapper(config)
     model_type, family = _find_family(config)
     _refuse_quantised(config)
+    targets = _find_targets(config)
     resolved = resolve_config(config)
     prefix = _find_prefix(checkpoint, family)
     return Host(
         model_type=model_type,
         family=family,
-        targets=tuple(name for name in target_names() if name in config),
+        targets=targets,
         architecture=_find_architecture(config, prefix),
         config=config,
         geometry=read_geometry(resolved),
@@ -107,13 +118,22 @@ def resolve_config(config: dict[str, Any]) -> PretrainedConfig:
     model_type = config.get("host_model_type", config["model_type"])
     try:
         resolved = CONFIG_MAPPING[model_type].from_dict(plain)
-    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
-        raise UserError(
-            f"transformers rejects the config.json of this {model_type} model: {error}"
-        ) from error
+    except CONFIG_FAULTS as error:
+        raise rejected(model_type, error) from error
     if "diffv2" in plain:
         resolved.num_attention_heads = config["num_attention_heads"]
     return resolved
+
+
+def rejected(model_type: str, error: Exception) -> UserError:
+    """Return the error to raise when transformers can do nothing with a config."""
+    reason = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, KeyError):
+        reason = f"it has no {reason}"
+    return UserError(
+        f"transformers rejects the config.json of this {model_type} model: {reason}",
+        fix="Take config.json and weights from one revision of the same model",
+    )
 
 
 def read_geometry(resolved: PretrainedConfig) -> Geometry:
@@ -129,14 +149,16 @@ def read_geometry(resolved: PretrainedConfig) -> Geometry:
 
 
 def _refuse_wrapper(config: dict[str, Any]) -> None:
-    inner = config.get("text_config")
-    if isinstance(inner, dict):
-        raise UserError(
-            f"{config.get('model_type')} wraps a language model "
-            f"({inner.get('model_type', 'under text_config')}) together with other towers",
-            "a language model of its own",
-            "Save the language model alone (model.language_model.save_pretrained) and convert that",
-        )
+    inner, model_type = config.get("text_config"), config.get("model_type")
+    if not isinstance(inner, dict) or model_type in NO_STREAM:
+        return
+    alone = "Save the language model alone (model.language_model.save_pretrained) and convert that"
+    raise UserError(
+        f"{model_type} wraps a language model ({inner.get('model_type', 'under text_config')}) "
+        "together with other towers",
+        "a language model of its own",
+        alone if inner.get("model_type") in FAMILIES else "",
+    )
 
 
 def _find_family(config: dict[str, Any]) -> tuple[str, Family]:
@@ -161,7 +183,8 @@ def _refuse_quantised(config: dict[str, Any]) -> None:
     quantisation = config.get("quantization_config")
     if not quantisation:
         return
-    method = quantisation.get("quant_method", "unknown")
+    described = isinstance(quantisation, dict)
+    method = quantisation.get("quant_method", "unknown") if described else str(quantisation)
     if method in QUANTISED_BESIDE_ATTENTION:
         return
     raise UserError(
@@ -169,6 +192,20 @@ def _refuse_quantised(config: dict[str, Any]) -> None:
         "floating-point weights",
         "Convert the model it was made from, then quantise the result",
     )
+
+
+def _find_targets(config: dict[str, Any]) -> tuple[str, ...]:
+    """Return the targets that the config says were grafted, once it says all of each."""
+    targets = tuple(name for name in target_names() if name in config)
+    for name in targets:
+        settings, needed = config[name], load_target(name).CONFIG_KEYS
+        if not isinstance(settings, dict) or not settings.keys() >= set(needed):
+            raise UserError(
+                f"{name!r} in config.json is not what difftool writes there",
+                f"a table with {', '.join(needed)}",
+                "Restore config.json, or convert the source again",
+            )
+    return targets
 
 
 def _find_prefix(checkpoint: Checkpoint, family: Family) -> str:
@@ -206,7 +243,9 @@ def _find_architecture(config: dict[str, Any], prefix: str) -> str:
     """
     classes = auto_classes(config)
     known = sorted(cls.__name__ for cls in classes.values())
-    named = config.get("host_architecture") or next(iter(config.get("architectures") or ()), None)
+    listed = config.get("architectures")
+    first = listed[0] if isinstance(listed, list) and listed else listed or None
+    named = config.get("host_architecture") or first
     if named is None:
         return str(classes["AutoModelForCausalLM" if prefix else "AutoModel"].__name__)
     if named not in known:

@@ -14,7 +14,7 @@ from transformers.utils import logging
 from difftool.checkpoint import Checkpoint, open_checkpoint
 from difftool.errors import UserError
 from difftool.header import torch_dtype
-from difftool.surgery.host import Host, read_host
+from difftool.surgery.host import Host, read_host, resolve_config
 from difftool.surgery.shim import model_class
 from difftool.weights import read_json
 
@@ -105,19 +105,38 @@ def _quiet() -> Iterator[None]:
         logging.enable_progress_bar()
 
 
-def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
+def load_tokenizer(
+    folder: Path, trust_remote_code: bool = False, *, as_host: bool = True
+) -> PreTrainedTokenizerBase | None:
     """Return the folder's tokenizer, or None where it has none that may be used.
 
-    A tokenizer that is code in the folder is used only with `trust_remote_code`.
+    A tokenizer that is code in the folder is used only with `trust_remote_code`. A converted
+    checkpoint gets the tokenizer that transformers has for the host's `model_type`, or with
+    `as_host=False` the one that a user gets who knows nothing of difftool.
+
+    Raises:
+        UserError: the tokenizer's files are damaged, or need a package that is not installed.
     """
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         return None
-    settings = folder / "tokenizer_config.json"
-    if settings.exists() and "auto_map" in read_json(settings) and not trust_remote_code:
+    settings = {
+        name: read_json(folder / name)  # what is cut off is told here, with its place
+        for name in ("tokenizer.json", "tokenizer_config.json")
+        if (folder / name).exists()
+    }
+    if "auto_map" in settings.get("tokenizer_config.json", {}) and not trust_remote_code:
         return None
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=trust_remote_code
-    )
+    config: dict[str, Any] = {}
+    if as_host:
+        config = {"config": resolve_config(read_host(open_checkpoint(folder)).config)}
+    try:
+        with _quiet():
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=trust_remote_code, **config
+            )
+    except (OSError, ImportError, ValueError, TypeError, LookupError, AttributeError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"the tokenizer in {folder} cannot be loaded: {reason}") from error
     return tokenizer
 
 

@@ -5,10 +5,26 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
+from difftool.errors import UserError
+from difftool.surgery.loading import load_tokenizer
 from difftool.surgery.shim import Shim
 from difftool.surgery.targets import modeling_file
+from difftool.weights import read_json
 
-CARRIED = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "*.txt", "LICENSE*", "NOTICE*")
+SAMPLE = "The quick brown fox, 12345 times:\n    naïve café – 你好 <|x|>"
+
+CARRIED = (
+    "*.json",
+    "*.jinja",
+    "additional_chat_templates/*.jinja",
+    "tokenizer.model",
+    "*.tiktoken",
+    "*.txt",
+    "LICENSE*",
+    "NOTICE*",
+)
 NOT_CARRIED = ("config.json", "model.safetensors.index.json", "difftool.json")
 
 
@@ -25,12 +41,35 @@ def write_code(folder: Path, shim: Shim, targets: tuple[str, ...]) -> None:
         shutil.copyfile(modeling_file(name), folder / modeling_file(name).name)
 
 
+def keep_tokenizer_class(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write down the class that the source's tokenizer had.
+
+    For some families transformers overrides the class that the checkpoint names (Phi-3, Qwen2 and
+    others are known to name a wrong one), by a model_type that the converted folder no longer has.
+
+    Raises:
+        UserError: the folder's tokenizer reads a text differently all the same.
+    """
+    path = folder / "tokenizer_config.json"
+    settings = read_json(path) if path.exists() else {}
+    used = type(tokenizer).__name__
+    if "auto_map" not in settings and settings.get("tokenizer_class") != used:
+        settings["tokenizer_class"] = used
+        path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", "utf-8")
+    carried = load_tokenizer(folder, "auto_map" in settings, as_host=False)
+    if carried is None or carried(SAMPLE)["input_ids"] != tokenizer(SAMPLE)["input_ids"]:
+        raise UserError(
+            f"the tokenizer ({used}) reads a text differently once it is copied",
+            fix="Save it with save_pretrained beside the source's weights, and convert again",
+        )
+
+
 def carry_files(source: Path, folder: Path) -> list[str]:
     """Copy tokenizer, chat template, generation config and licence; return their names."""
-    names = {path.name for pattern in CARRIED for path in source.glob(pattern) if path.is_file()}
+    found = {path for pattern in CARRIED for path in source.glob(pattern) if path.is_file()}
+    names = {path.relative_to(source).as_posix() for path in found}
     carried = sorted(names - set(NOT_CARRIED))
     for name in carried:
+        (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(source / name, folder / name)
-    if (source / "chat_templates").is_dir():
-        shutil.copytree(source / "chat_templates", folder / "chat_templates")
     return carried

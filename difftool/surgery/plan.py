@@ -62,10 +62,12 @@ def parse_options(target: str, settings: dict[str, Any]) -> BaseModel:
     try:
         return model.model_validate(settings)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = str(first["loc"][0])
+        faults = error.errors(include_url=False)
+        key = str(faults[0]["loc"][0])
+        reasons = [fault["msg"] for fault in faults if fault["loc"][0] == key]
+        reason = ", or ".join([reasons[0], *(text[:1].lower() + text[1:] for text in reasons[1:])])
         raise UserError(
-            f"{target} option {key}={settings.get(key)!r} cannot be used", first["msg"]
+            f"{target} option {key}={settings.get(key)!r} cannot be used", reason
         ) from error
 
 
@@ -154,5 +156,13 @@ def _cast(output: Output, source: Checkpoint, dtype: str) -> Output:
 
 def _compute_cast(output: Output, source: Checkpoint, dtype: torch.dtype) -> torch.Tensor:
     if isinstance(output, Copied):
-        return read_tensor(source, output.source.name).to(dtype)
-    return output.compute().to(dtype)
+        tensor = read_tensor(source, output.source.name)
+    else:
+        tensor = output.compute()
+    result = tensor.to(dtype)
+    if dtype == torch.float16 and result.isinf().any() and not tensor.isinf().any():
+        raise UserError(
+            f"a tensor holds values up to {tensor.abs().max():.3g}, which float16 cannot hold",
+            fix="Use --dtype bfloat16",
+        )
+    return result

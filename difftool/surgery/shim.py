@@ -44,9 +44,26 @@ CONVERSION_IMPORT = """from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
 )
+from transformers.core_model_loading import WeightRenaming
 """
+CONVERSION = '''
+
+def conversion_of(host):
+    """Return the table by which the host's tensors are renamed when loaded, and back when saved.
+
+    On the way back a dot would stand for any character, so that ".mlp." took "mlp_res" for "mlp".
+    """
+    rules = get_checkpoint_conversion_mapping(host)
+    for number, rule in enumerate(rules):
+        if type(rule) is WeightRenaming:
+            names = [name.replace(".", r"\\.") for name in rule.target_patterns]
+            rules[number] = WeightRenaming(rule.source_patterns, names)
+    return rules
+
+
+'''
 CONVERSION_REGISTRATION = """register_checkpoint_conversion_mapping(
-    "{name}", get_checkpoint_conversion_mapping("{host}"), overwrite=True
+    "{name}", conversion_of("{host}"), overwrite=True
 )
 """
 
@@ -97,9 +114,8 @@ def build_shim(host: Host, targets: tuple[str, ...]) -> Shim:
             for name in dict.fromkeys(autos.values())
         ),
         base=f"{prefix}{autos['AutoModel']}",
-        registration="".join(
-            CONVERSION_REGISTRATION.format(name=renamed[name], host=name) for name in tables
-        ),
+        registration=(CONVERSION if tables else "")
+        + "".join(CONVERSION_REGISTRATION.format(name=renamed[name], host=name) for name in tables),
     )
     module = f"modeling_{model_type}"
     return Shim(

@@ -50,7 +50,7 @@ def summarise(plan: Plan) -> Summary:
     known = sum(tensor.nbytes for tensor in source.values())
     before = known
     if not plan.source.complete and plan.source.index:
-        before = plan.source.index.get("metadata", {}).get("total_size", known)
+        before = _stated_size(plan.source.index) or known
     growth = sum(output.nbytes for output in outputs.values()) - known
     names = len(plan.source.names) or len(source)
     return Summary(
@@ -64,6 +64,12 @@ def summarise(plan: Plan) -> Summary:
     )
 
 
+def _stated_size(index: dict[str, Any]) -> int | None:
+    metadata = index.get("metadata")
+    size = metadata.get("total_size") if isinstance(metadata, dict) else None
+    return int(size) if isinstance(size, int | float) else None
+
+
 def _gather(
     what: Literal["add", "change", "remove"],
     names: Iterable[str],
@@ -73,10 +79,8 @@ def _gather(
     groups: dict[tuple[str, str], list[str]] = {}
     for name in names:
         before, after = source.get(name), outputs.get(name)
-        shapes = [
-            "×".join(map(str, tensor.shape)) for tensor in (before, after) if tensor is not None
-        ]
-        key = re.sub(r"(?<=\.)\d+(?=\.)", "*", name), " → ".join(shapes)
+        shapes = [tensor.shape for tensor in (before, after) if tensor is not None]
+        key = re.sub(r"(?<=\.)\d+(?=\.)", "*", name), _describe(shapes)
         groups.setdefault(key, []).append(name)
     return [
         Change(
@@ -88,3 +92,9 @@ def _gather(
         )
         for (pattern, shapes), members in groups.items()
     ]
+
+
+def _describe(shapes: list[tuple[int, ...]]) -> str:
+    """Say a shape, or what becomes of it axis by axis: 4096→8192×4096."""
+    axes = (dict.fromkeys(axis) for axis in zip(*shapes, strict=True))
+    return "×".join("→".join(map(str, sizes)) for sizes in axes)

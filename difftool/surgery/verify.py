@@ -21,7 +21,7 @@ PROMPTS = (
 )
 LENGTH = 24  # tokens of a prompt where there is no tokenizer
 DECODED = 4  # tokens run one by one with the cache
-GENERATED = 16
+GENERATED = 8
 
 # What rounding may do to a logit, relative to the largest: a matrix product may be summed in
 # another order once it has more columns. A misplaced head changes logits by their own size.

@@ -3,8 +3,8 @@
     b_0 = embedding ,  b_n = sum of the sublayer outputs f_j in block n
     z_i = q . (g * s_i / RMS(s_i)) ,  alpha = softmax(z) ,  read = n * sum_i alpha_i s_i
 
-over the n sources [b_0 ... b_{n-1}, running partial sum]. The factor n makes the read of a zero query
-the plain sum; the paper's own read is the same without it.
+over the n sources [b_0 ... b_{n-1}, running partial sum]. The factor n makes the read of a zero
+query the plain sum; the paper's own read is the same without it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,20 +19,20 @@ EPSILON = 1e-6
 
 
 def blocks(outputs: Sequence[Tensor], size: int) -> list[Tensor]:
-    """The sources after `outputs`, the embedding first: whole blocks, then the running partial sum."""
+    """The sources after `outputs`, the embedding first: whole blocks, then the running block."""
     embedding, *branches = outputs
     chunks = [branches[start : start + size] for start in range(0, len(branches), size)]
     return [embedding, *(torch.stack(chunk).sum(0) for chunk in chunks)]
 
 
 def cumulative(outputs: Sequence[Tensor], size: int) -> list[Tensor]:
-    """A wrong choice: the hidden states at the block boundaries, which are no partition of the sum."""
+    """A wrong choice: the hidden states at the block boundaries, no partition of the sum."""
     sources = blocks(outputs, size)
     return [torch.stack(sources[: i + 1]).sum(0) for i in range(len(sources))]
 
 
 def embedding_twice(outputs: Sequence[Tensor], size: int) -> list[Tensor]:
-    """A wrong choice: the paper's figure 2 taken literally, the first block starting at the embedding."""
+    """A wrong choice, the paper's figure 2 taken literally: block 1 starts at the embedding."""
     sources = blocks(outputs, size)
     return [sources[0], *(s + sources[0] if i == 0 else s for i, s in enumerate(sources[1:]))]
 
@@ -68,7 +68,7 @@ def stream_before_head(
 def reads_of(
     state: Mapping[str, Tensor], layers: str, body: str, count: int, per_layer: int
 ) -> list[Read]:
-    """Query and gain of every read, in order, from a state: `layers` and `body` are name prefixes."""
+    """Query and gain of every read, in order; `layers` and `body` are name prefixes."""
     names = [
         f"{layers}{layer}.{prefix}"
         for layer in range(count)

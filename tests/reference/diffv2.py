@@ -1,9 +1,9 @@
-"""Differential attention V2 and a whole Llama, from the formulas, one sequence and one head at a time.
+"""Differential attention V2 and a whole Llama from the formulas, one sequence and head at a time.
 
-    y_i = a_{2i} - sigmoid(lambda_i) a_{2i+1}        out = y W_o       (microsoft/unilm, Diff-Transformer-V2)
+    y_i = a_{2i} - sigmoid(lambda_i) a_{2i+1}      out = y W_o      (unilm, Diff-Transformer-V2)
 
-2h query heads read h_kv key/value heads; query head j reads group j // (2h / h_kv). A state is a dict of
-tensors under transformers' names, in float64.
+2h query heads read h_kv key/value heads; query head j reads group j // (2h / h_kv). A state is a
+dict of tensors under transformers' names, in float64.
 """
 
 import math
@@ -32,14 +32,13 @@ def attend(
     key: Tensor,
     value: Tensor,
     mask: Tensor,
-    scaling: float,
     softcap: float | None = None,
     sink: Tensor | None = None,
 ) -> Tensor:
-    """One head: query [T, d] on key and value [S, d] under an additive mask [T, S]."""
+    """One head: scaled query [T, d] on key and value [S, d] under an additive mask [T, S]."""
     rows = []
     for token in range(query.shape[0]):
-        scores = (key @ query[token]) * scaling  # [S]
+        scores = key @ query[token]  # [S]
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         scores = scores + mask[token]
@@ -53,22 +52,17 @@ def attend(
 
 
 def heads_of_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **options: Any
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scaling: float, **options: Any
 ) -> list[Tensor]:
     """Every head of one sequence: query [H, T, d] on key and value [h_kv, S, d]; `sinks` is [H]."""
     sinks = options.pop("sinks", None)
     per_group = query.shape[0] // key.shape[0]
-    return [
-        attend(
-            query[j],
-            key[j // per_group],
-            value[j // per_group],
-            mask,
-            sink=None if sinks is None else sinks[j],
-            **options,
-        )
-        for j in range(query.shape[0])
-    ]
+    heads = []
+    for j in range(query.shape[0]):
+        group, sink = j // per_group, None if sinks is None else sinks[j]
+        head = attend(query[j] * scaling, key[group], value[group], mask, sink=sink, **options)
+        heads.append(head)
+    return heads
 
 
 def subtract(
@@ -78,7 +72,7 @@ def subtract(
     lambda_bias: Tensor | None,
     pairing: Pairing = neighbours,
 ) -> Tensor:
-    """Return y [T, h * d] from the 2h heads [T, d] and the attention's normed input `hidden` [T, D]."""
+    """Return y [T, h * d] from the 2h heads [T, d] and the attention's normed input [T, D]."""
     differences = []
     for i, (positive, negative) in enumerate(pairing(len(heads) // 2)):
         gate = hidden @ lambda_weight[i]  # [T]
@@ -118,7 +112,7 @@ def rotate(x: Tensor, theta: float) -> Tensor:
 
 
 class Llama:
-    """A Llama for one sequence [T, D] at a time, its sublayers apart; differential if it has lambdas."""
+    """A Llama for one sequence [T, D], its sublayers apart; differential if it has lambdas."""
 
     def __init__(
         self, state: State, config: Any, mask: Tensor, pairing: Pairing = neighbours

@@ -2,7 +2,8 @@
 
 A target `x` is `x.py`, what `convert` does, and `modeling_x.py`, the code that ships with the
 weights. `x.py` has CLASS_PREFIX, TITLE, IMPORTS, MIXIN, CONFIG_BODY for the generated classes, an
-`Options` model, and the pure functions `refusal`, `exactness`, `configure` and `rewrite`.
+`Options` model, the pure functions `refusal`, `exactness`, `configure` and `rewrite`, and
+CONFIG_KEYS, what `configure` puts under the target's name.
 """
 
 import importlib

@@ -19,6 +19,7 @@ CLASS_PREFIX = "AttnRes"
 TITLE = "Attention Residuals"
 IMPORTS = ("AttnResMixin",)
 MIXIN = "AttnResMixin"
+CONFIG_KEYS = ("block_size", "blocks", "layers", "readers", "final_norm")
 CONFIG_BODY = ()
 
 

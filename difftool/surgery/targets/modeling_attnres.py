@@ -16,7 +16,7 @@ Difftool writes this file beside the weights.
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -84,13 +84,19 @@ def mix(hidden_states: torch.Tensor, sources: list[Source], weights: torch.Tenso
 
 PREFIXES = ("self_attention_res", "mlp_res")  # the first and the second read of a layer
 
-_running = threading.local()  # .streams: of the forward passes under way in this thread
+
+class _Running(threading.local):
+    """The forward passes under way, one list per thread, there before a tracer looks for it."""
+
+    def __init__(self) -> None:
+        self.streams: list[DepthStream] = []
+
+
+_running = _Running()
 
 
 def _streams() -> list[DepthStream]:
-    if not hasattr(_running, "streams"):
-        _running.streams = []
-    return cast(list[DepthStream], _running.streams)
+    return _running.streams
 
 
 def _begin_forward(body: nn.Module, args: tuple[Any, ...]) -> None:
