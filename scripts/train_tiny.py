@@ -13,7 +13,6 @@ import argparse
 import hashlib
 import json
 import math
-import os
 import platform
 import sys
 import sysconfig
@@ -57,7 +56,7 @@ class Recipe:
     share their beginning: `--resume --tokens N` may shorten a run that has not begun to decay.
     """
 
-    tokens: int = 6_000_000
+    tokens: int = 2_744_320
     window: int = 512
     batch: int = 4
     peak_rate: float = 1e-3
@@ -260,7 +259,7 @@ class Run:
             "seconds": self.seconds,
         }
         torch.save(state, path.with_suffix(".new"))
-        os.replace(path.with_suffix(".new"), path)
+        path.with_suffix(".new").replace(path)
 
     def load(self, path: Path) -> None:
         """Go on from `path`; exits when it was trained on another corpus."""
@@ -488,7 +487,7 @@ def replace_shipped(folder: Path) -> None:
     SHIPPED.mkdir(exist_ok=True)
     for file in folder.iterdir():
         file.chmod(0o644)
-        os.replace(file, SHIPPED / file.name)
+        file.replace(SHIPPED / file.name)
 
 
 def train(recipe: Recipe, work: Path, *, resume: bool) -> Figures:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from tiny_models import TINY, make_config, make_model, skip_if_missing
 
 from difftool import __version__
 from difftool.checkpoint import fingerprint, open_checkpoint
+from difftool.errors import UserError
 from difftool.surgery.convert import Converted, ConvertOptions, convert
 from difftool.surgery.families import FAMILIES
 from difftool.surgery.targets import modeling_file, target_names
@@ -169,6 +171,21 @@ def test_plain_transformers_loads_a_converted_model_as_the_same_function(
     assert_verified(converted, name, target)
     answer = examine(source, out)
     assert_plain_transformers_agrees(answer, name, (target,))
+
+
+REFUSED = [name for name, tiny in TINY.items() if FAMILIES[tiny.family].no_diffv2]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_exact_is_refused_before_anything_is_written(
+    name: str, tmp_path: Path
+) -> None:
+    source = save_source(tmp_path / "source", name)
+    reason = FAMILIES[TINY[name].family].no_diffv2
+    assert reason
+    with pytest.raises(UserError, match=re.escape(reason)):
+        convert_to("diffv2", source, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def assert_verified(converted: Converted, name: str, target: str) -> None:
@@ -323,28 +340,32 @@ def test_the_model_card_names_the_base_model_the_targets_and_the_verification(
     assert front["license"] == "mit" and front["tags"] == ["difftool", "diffv2", "attnres"]
 
 
-def test_files_beside_the_weights_come_along_and_pickles_and_code_do_not(tmp_path: Path) -> None:
+def test_files_beside_the_weights_come_along_and_pickles_and_code_do_not(
+    tiny: Path, tmp_path: Path
+) -> None:
     source, out = save_source(tmp_path / "source", "llama"), tmp_path / "out"
     carried = [
-        "chat_template.jinja",
         "LICENSE.txt",
+        "NOTICE",
+        "additional_chat_templates/tool_use.jinja",
+        "chat_template.jinja",
+        "generation_config.json",
         "merges.txt",
         "special_tokens_map.json",
         "tokenizer.json",
-        "tokenizer.model",
         "tokenizer_config.json",
-        "vocab.json",
     ]
     left = ["pytorch_model.bin", "modeling_other.py", "training_args.bin", "notes.pdf"]
-    for name in carried + left:
-        (source / name).write_text(f"content of {name}")
-    (source / "chat_templates").mkdir()
-    (source / "chat_templates" / "tool_use.jinja").write_text("tools")
+    (source / "additional_chat_templates").mkdir()
+    for name in [*carried, *left]:
+        if (tiny / name).exists():
+            (source / name).write_bytes((tiny / name).read_bytes())
+        elif not (source / name).exists():
+            (source / name).write_text("{}" if name.endswith(".json") else f"text of {name}")
     options = ConvertOptions(to="attnres", settings={"blocks": 2}, verify=False)
     convert(str(source), out, options)
     before, after = contents(source), contents(out)
-    for name in [*carried, "generation_config.json", "chat_templates/tool_use.jinja"]:
-        assert after[name] == before[name], name
+    assert {name: after.get(name) for name in carried} == {name: before[name] for name in carried}
     assert not after.keys() & set(left)
     assert "Not verified" in (out / "README.md").read_text()
     assert read_json(out / "difftool.json")["steps"][0]["metrics"]["verification"] == []

@@ -402,19 +402,23 @@ def test_a_forward_that_fails_leaves_nothing_behind() -> None:
     ids, mask = make_batch()
     model = build_random("llama")
     expected = logits_of(model, ids, mask)
-    streams: list[weakref.ref[Tensor]] = []
+    embeddings: list[weakref.ref[Tensor]] = []  # the first source of each pass
 
-    def fail(_: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
-        streams.append(weakref.ref(args[0]))
+    def remember(_: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
+        embeddings.append(weakref.ref(args[0]))
+
+    def fail(*_: Any) -> None:
         raise RuntimeError("out of memory, say")
 
-    hook = model.model.layers[1].register_forward_pre_hook(fail)
+    first, second, *_ = model.model.layers
+    hooks = [first.register_forward_pre_hook(remember), second.register_forward_pre_hook(fail)]
     for _ in range(2):
         with pytest.raises(RuntimeError, match="say"):
             logits_of(model, ids, mask)
-    hook.remove()
+    for hook in hooks:
+        hook.remove()
     gc.collect()
-    assert len(streams) == 2 and all(stream() is None for stream in streams)
+    assert [embedding() for embedding in embeddings] == [None, None]
     assert torch.equal(logits_of(model, ids, mask), expected)
 
 
@@ -452,6 +456,17 @@ def test_saved_and_loaded_again_it_is_the_same_model(name: str, tmp_path: Path) 
     again, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values()), info
     assert torch.equal(logits_of(again.eval(), ids, mask), logits_of(model, ids, mask))
+
+
+def test_depth_parameters_that_a_checkpoint_lacks_start_as_the_plain_stream(tmp_path: Path) -> None:
+    source_of("llama").save_pretrained(tmp_path)
+    model = build_random("llama", "attnres")
+    loaded = type(model).from_pretrained(tmp_path, config=model.config)
+    depth = {name: value for name, value in loaded.state_dict().items() if "_res_" in name}
+    assert depth
+    for name, value in depth.items():
+        assert value.eq(float("norm" in name)).all(), name
+
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox"])

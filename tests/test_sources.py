@@ -192,17 +192,20 @@ class Hub(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         for part, (status, code) in self.refuse.items():
             if part in path:
-                return self.answer(status, b"{}", {"X-Error-Code": code})
+                self.answer(status, b"{}", {"X-Error-Code": code})
+                return
         if "/tree/" in path:
             tree = [
                 {"type": "file", "path": name, "size": len(text), "oid": f"{hash(text):x}"}
                 for name, text in self.files.items()
             ]
-            return self.answer(200, json.dumps(tree).encode())
+            self.answer(200, json.dumps(tree).encode())
+            return
         if path.startswith("/api/"):
             listing = [{"rfilename": name} for name in self.files]
             info = {"id": "org/name", "sha": COMMIT, "siblings": listing}
-            return self.answer(200, json.dumps(info).encode())
+            self.answer(200, json.dumps(info).encode())
+            return
         name = path.partition(f"/resolve/{COMMIT}/")[2]
         headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{name.replace("/", "-")}"'}
         self.answer(200, self.files[name].encode(), headers)

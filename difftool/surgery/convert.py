@@ -134,7 +134,8 @@ def _write(
         write_code(folder, plan.shim, plan.targets)
     tokenizer = load_tokenizer(source.path, options.trust_remote_code)
     if tokenizer is not None:
-        keep_tokenizer_class(folder, tokenizer)
+        with explain_write_errors(folder, needed):
+            keep_tokenizer_class(folder, tokenizer)
     ways = _write_weights(folder, plan, options, report)
     comparisons = _verify(source.path, folder, plan, tokenizer, options, report)
     seconds = time.perf_counter() - started
@@ -206,7 +207,9 @@ def _verify(
     report("verifying", 0, 1)
     own = torch_dtype(DTYPES[options.dtype] if options.dtype else plan.host.dtype)
     parameters = sum(output.nbytes for output in plan.outputs.values()) / own.itemsize
-    dtypes = (own,) if own == torch.float32 or parameters * 4 > SMALL else (own, torch.float32)
+    cast = own != torch_dtype(plan.host.dtype)  # what rounding took away, float32 would show
+    alone = own == torch.float32 or cast or parameters * 4 > SMALL
+    dtypes = (own,) if alone else (own, torch.float32)
     comparisons = verify(
         source, folder, plan.exactness, dtypes, tokenizer, max_memory=options.max_memory
     )

@@ -1,5 +1,6 @@
 """The tensors that transformers would load: what a checkpoint is checked against before surgery."""
 
+import copy
 import re
 from collections import defaultdict
 from collections.abc import Container, Iterable
@@ -45,7 +46,9 @@ class Expected:
 def expect(host: Host) -> Expected:
     """Ask the model's class, on the meta device, what it would load."""
     loader = model_class(host)
-    plain = {k: v for k, v in host.config.items() if k not in ("auto_map", "quantization_config")}
+    plain = copy.deepcopy(host.config)
+    for key in ("auto_map", "quantization_config"):
+        plain.pop(key, None)
     try:
         with torch.device("meta"):
             model = loader(loader.config_class.from_dict(plain))

@@ -1,5 +1,6 @@
 """What the surgery knows of a checkpoint: its family, its geometry, what was grafted before."""
 
+import copy
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -112,7 +113,9 @@ def read_host(checkpoint: Checkpoint) -> Host:
 
 def resolve_config(config: dict[str, Any]) -> PretrainedConfig:
     """Return the family's own config object, defaults filled in and old spellings understood."""
-    plain = {key: value for key, value in config.items() if key not in ("auto_map", "model_type")}
+    plain = copy.deepcopy(config)  # transformers writes new spellings into its rope_scaling
+    for key in ("auto_map", "model_type"):
+        plain.pop(key, None)
     if "diffv2" in plain:  # some hosts check sizes against hidden_size / heads: true of the pairs
         plain["num_attention_heads"] = plain["diffv2"]["num_heads"]
     model_type = config.get("host_model_type", config["model_type"])

@@ -1,13 +1,15 @@
 """Load a checkpoint, plain or converted, without executing anything that lies in its folder."""
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import psutil
 import torch
+from accelerate.hooks import AlignDevicesHook, SequentialHook
+from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
@@ -77,8 +79,7 @@ def _load(
             "a weight for every parameter",
         )
     loaded: PreTrainedModel = model.eval()
-    if not placement:
-        _align(loaded)
+    _align(loaded)
     return loaded
 
 
@@ -89,7 +90,37 @@ def _align(model: PreTrainedModel) -> None:
     round differently by where its operand starts: two copies of one model would differ by that.
     """
     for parameter in model.parameters():
-        parameter.data = parameter.data.clone()
+        if not parameter.is_meta:
+            parameter.data = parameter.data.clone()
+    for module, hook in _offloaded(model):
+        hook.weights_map = _Aligned(hook.weights_map)
+        if type(module).forward is nn.Module.forward:  # never called: others read its weights
+            hook.pre_forward(module)
+
+
+def _offloaded(model: nn.Module) -> Iterator[tuple[nn.Module, AlignDevicesHook]]:
+    """Yield the modules whose weights are on disk, and what fetches these before a forward."""
+    for module in model.modules():
+        hook = getattr(module, "_hf_hook", None)
+        for part in hook.hooks if isinstance(hook, SequentialHook) else (hook,):
+            if isinstance(part, AlignDevicesHook) and part.offload:
+                yield module, part
+
+
+class _Aligned(Mapping[str, torch.Tensor]):
+    """Offloaded weights, each fetched into memory of its own."""
+
+    def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
+        self.weights = weights
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.weights[name].clone()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.weights)
+
+    def __len__(self) -> int:
+        return len(self.weights)
 
 
 @contextmanager

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from transformers.dynamic_module_utils import get_relative_import_files
 
 from difftool.errors import UserError
 from difftool.surgery.loading import load_tokenizer
 from difftool.surgery.shim import Shim
 from difftool.surgery.targets import modeling_file
-from difftool.weights import read_json
+from difftool.weights import is_plain_name, read_json
 
 SAMPLE = "The quick brown fox, 12345 times:\n    naïve café – 你好 <|x|>"
 
@@ -66,10 +67,27 @@ def keep_tokenizer_class(folder: Path, tokenizer: PreTrainedTokenizerBase) -> No
 
 def carry_files(source: Path, folder: Path) -> list[str]:
     """Copy tokenizer, chat template, generation config and licence; return their names."""
-    found = {path for pattern in CARRIED for path in source.glob(pattern) if path.is_file()}
-    names = {path.relative_to(source).as_posix() for path in found}
+    found = {path for pattern in CARRIED for path in source.glob(pattern)}
+    found |= set(_tokenizer_code(source))
+    names = {path.relative_to(source).as_posix() for path in found if path.is_file()}
     carried = sorted(names - set(NOT_CARRIED))
     for name in carried:
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(source / name, folder / name)
     return carried
+
+
+def _tokenizer_code(source: Path) -> list[Path]:
+    """Return the Python files that tokenizer_config.json names and what they import beside them.
+
+    They are copied, not run: whoever loads the result decides that anew.
+    """
+    settings = source / "tokenizer_config.json"
+    named = read_json(settings).get("auto_map") if settings.is_file() else None
+    classes = named.get("AutoTokenizer") if isinstance(named, dict) else named
+    classes = classes if isinstance(classes, list) else [classes]
+    modules = [name.partition(".")[0] for name in classes if isinstance(name, str)]
+    files = [source / f"{name}.py" for name in modules if is_plain_name(name)]
+    files = [file for file in files if file.is_file()]
+    imported = [source / name for file in files for name in get_relative_import_files(file)]
+    return files + [file for file in imported if file.parent == source]

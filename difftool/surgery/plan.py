@@ -24,7 +24,8 @@ class Plan:
     Attributes:
         source: the checkpoint; without weights, its tensors as config and index imply them.
         targets: what the result will have, the new target included.
-        exactness: how close the result must come: "bits", "rounding" or "none".
+        exactness: how close the result must come: "bits", "rounding" of the arithmetic,
+            "weights" whose own rounding shows too, or "none".
         outputs: every tensor of the result, in the order of the source.
         unused: tensors that transformers does not use; they are carried along.
     """
@@ -45,6 +46,7 @@ class Plan:
         return {
             "bits": "the same function to the bit",
             "rounding": "the same function to rounding",
+            "weights": "the same function to the rounding of its weights",
             "none": "not the same function, as its options ask",
         }[self.exactness]
 
@@ -104,11 +106,11 @@ def plan_conversion(
         source = imply_tensors(source, host)
     targets = tuple(name for name in target_names() if name in (*host.targets, target))
     shim = build_shim(host, targets)
-    outputs: dict[str, Output] = module.rewrite(host, options, source)
+    outputs: dict[str, Output] = module.rewrite(host, options, source, dtype)
     if dtype is not None:
         outputs = {name: _cast(output, source, dtype) for name, output in outputs.items()}
     config = _configure(host, module.configure(host, options), shim, dtype)
-    exactness = module.exactness(host, options)
+    exactness = module.exactness(host, options, dtype)
     return Plan(source, host, target, options, targets, exactness, config, shim, outputs, unused)
 
 

@@ -90,7 +90,8 @@ def verify(
     Args:
         source: folder of the source.
         result: folder of the converted checkpoint.
-        exactness: "bits" or "rounding" (differences beyond rounding fail), or "none".
+        exactness: "bits" or "rounding" (differences beyond rounding in each dtype fail), "weights"
+            (beyond rounding in the first of `dtypes`, that of the weights), or "none".
         dtypes: to load both in.
         tokenizer: of the source; None runs random tokens.
         max_memory: see `loaded_model`.
@@ -108,7 +109,8 @@ def verify(
                 f"the source gives NaN in {dtype}", "finite logits", "Try --dtype bfloat16"
             )
         comparison = compare(before, after, dtype)
-        limit = ROUNDING[dtype] * comparison.max_logit
+        rounding = ROUNDING[dtypes[0] if exactness == "weights" else dtype]
+        limit = rounding * comparison.max_logit
         if exactness != "none" and not comparison.max_difference <= limit:
             raise UserError(
                 f"the converted model is not the same function in {comparison.dtype}: "

@@ -44,7 +44,7 @@ def refusal(host: Host) -> str | None:
     return None
 
 
-def exactness(host: Host, options: Options) -> str:
+def exactness(host: Host, options: Options, dtype: str | None = None) -> str:
     """Return how close the result must be: always to the bit."""
     return "bits"
 
@@ -69,7 +69,9 @@ def find_block_size(host: Host, options: Options) -> int:
         wanted, found = options.blocks, f"blocks={options.blocks}"
     if not 1 <= wanted <= sublayers:
         raise UserError(
-            f"{found} does not fit this model", f"1 to {sublayers}, its number of sublayers"
+            f"{found} does not fit this model",
+            f"1 to {sublayers}, its number of sublayers",
+            f"Choose another, as with --set blocks={max(1, sublayers // 2)} or --set blocks=full",
         )
     return wanted if options.block_size is not None else -(-sublayers // wanted)
 
@@ -88,7 +90,9 @@ def configure(host: Host, options: Options) -> dict[str, Any]:
     }
 
 
-def rewrite(host: Host, options: Options, source: Checkpoint) -> dict[str, Output]:
+def rewrite(
+    host: Host, options: Options, source: Checkpoint, dtype: str | None = None
+) -> dict[str, Output]:
     """Return every tensor of the converted model: the source's copied, then the reads'."""
     outputs: dict[str, Output] = {
         name: Copied(info, source.path / info.file) for name, info in source.tensors.items()

@@ -12,6 +12,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from difftool.checkpoint import Checkpoint, Computed, Copied, Output, TensorInfo, read_tensor
+from difftool.errors import UserError
 from difftool.header import torch_dtype
 from difftool.surgery.host import Host
 
@@ -19,6 +20,7 @@ CLASS_PREFIX = "DiffV2"
 TITLE = "Differential Transformer V2"
 IMPORTS = ("DiffV2Mixin", "check_by_pairs", "tensor_parallel_plan")
 MIXIN = "DiffV2Mixin"
+CONFIG_KEYS = ("num_heads", "lambda_bias")
 CONFIG_BODY = (
     "base_model_tp_plan = tensor_parallel_plan({config}.base_model_tp_plan)",
     "validate = check_by_pairs({config}.validate)",
@@ -48,11 +50,13 @@ def refusal(host: Host) -> str | None:
     return host.family.no_diffv2
 
 
-def exactness(host: Host, options: Options) -> str:
-    """Return how close the result must be: "bits", "rounding", or "none" with noise."""
+def exactness(host: Host, options: Options, dtype: str | None = None) -> str:
+    """Return how close the result must be: "bits", "rounding", "weights", or "none" with noise."""
     if options.noise:
         return "none"
-    return host.family.exact if options.start_gate == 0.5 else "rounding"
+    if options.start_gate == 0.5:
+        return host.family.exact
+    return "weights" if (dtype or host.dtype) in ("BF16", "F16") else "rounding"
 
 
 def configure(host: Host, options: Options) -> dict[str, Any]:
@@ -78,15 +82,22 @@ def start_lambda_bias(gate: float, dtype: torch.dtype) -> tuple[float, float]:
     return bias.item(), bias.sigmoid().item()
 
 
-def rewrite(host: Host, options: Options, source: Checkpoint) -> dict[str, Output]:
-    """Return every tensor of the converted model: copied, or computed when its turn comes."""
+def rewrite(
+    host: Host, options: Options, source: Checkpoint, dtype: str | None = None
+) -> dict[str, Output]:
+    """Return every tensor of the converted model: copied, or computed when its turn comes.
+
+    What is divided by the gate is rounded once, to the `dtype` asked for or else its own.
+    """
     outputs: dict[str, Output] = {}
     for name, info in source.tensors.items():
         before, attention, part = name.partition(".self_attn.")
         if not (attention and before.startswith(host.layer_prefix)):
             outputs[name] = Copied(info, source.path / info.file)
         elif part.startswith("o_proj."):
-            outputs |= _rewrite_output(host, options, source, info, before + attention)
+            outputs |= _rewrite_output(
+                host, options, source, info, before + attention, dtype or info.dtype
+            )
         elif part.startswith("q_layernorm.norms."):
             outputs |= _double_norm_list(source, info, before + attention, part)
         elif part in host.family.query:
@@ -97,32 +108,34 @@ def rewrite(host: Host, options: Options, source: Checkpoint) -> dict[str, Outpu
 
 
 def _rewrite_output(
-    host: Host, options: Options, source: Checkpoint, info: TensorInfo, attention: str
+    host: Host, options: Options, source: Checkpoint, info: TensorInfo, attention: str, result: str
 ) -> dict[str, Output]:
     inside = f"{attention}differential."
     part = info.name.removeprefix(attention)
     if part != "o_proj.weight":
         return {inside + part: Copied(info, source.path / info.file)}
-    heads, hidden_size, dtype = (
-        host.geometry.heads,
-        host.geometry.hidden_size,
-        torch_dtype(info.dtype),
-    )
+    heads, hidden_size = host.geometry.heads, host.geometry.hidden_size
+    dtype = torch_dtype(result)
     bias, gate = start_lambda_bias(options.start_gate, dtype)
+    if gate == 1:
+        raise UserError(
+            f"start_gate={options.start_gate} is 1 in {result}", "a gate below 1, such as 0.9"
+        )
 
-    def scaled() -> torch.Tensor:
+    def compute() -> torch.Tensor:
         weight = read_tensor(source, info.name)
-        return weight.mul_(2) if gate == 0.5 else (weight.double() / (1 - gate)).to(dtype)
+        scaled = weight.mul_(2) if gate == 0.5 else weight.double() / (1 - gate)
+        return scaled.to(dtype)
 
     outputs: dict[str, Output] = {
-        inside + part: Computed(info.dtype, info.shape, scaled),
+        inside + part: Computed(result, info.shape, compute),
         f"{inside}lambda_proj.weight": Computed(
-            info.dtype, (heads, hidden_size), lambda: torch.zeros(heads, hidden_size, dtype=dtype)
+            result, (heads, hidden_size), lambda: torch.zeros(heads, hidden_size, dtype=dtype)
         ),
     }
     if options.start_gate != 0.5:
         outputs[f"{inside}lambda_proj.bias"] = Computed(
-            info.dtype, (heads,), lambda: torch.full((heads,), bias, dtype=dtype)
+            result, (heads,), lambda: torch.full((heads,), bias, dtype=dtype)
         )
     return outputs
 

@@ -16,6 +16,7 @@ Difftool writes this file beside the weights.
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -154,9 +155,20 @@ def _graft_read(
         owner.get_submodule(reader).register_forward_pre_hook(read, with_kwargs=True)
 
 
+def _init_weights(host: Callable[[nn.Module], None], module: nn.Module) -> None:
+    """Start what a checkpoint lacks as the plain stream; the rest is the host's to start."""
+    if isinstance(module, DepthQuery):
+        nn.init.zeros_(module.weight)
+    elif isinstance(module, DepthNorm):
+        nn.init.ones_(module.weight)
+    else:
+        host(module)
+
+
 def graft(body: Any, config: Any) -> None:
     """Add the reads to a base model: `config.attnres` says where its stream is read."""
     plan = config.attnres
+    body._init_weights = partial(_init_weights, body._init_weights)
     body.register_forward_pre_hook(_begin_forward)
     body.register_forward_hook(_end_forward, always_call=True)
     sublayer = 0
