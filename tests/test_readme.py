@@ -17,7 +17,7 @@ def test_readme_has_the_table_of_families_that_the_code_has() -> None:
 
 
 def test_every_command_of_readme_exists_with_its_options() -> None:
-    lines = re.findall(r"difftool (\w+) ([^\n`]*)", README)
+    lines = re.findall(r"difftool (\w+)([^\n`]*)", README)
     used = [(name, rest) for name, rest in lines if name in difftool.list_commands(None)]
     assert {name for name, _ in used} == set(difftool.list_commands(None))
     for name, rest in used:
