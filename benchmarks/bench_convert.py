@@ -91,7 +91,7 @@ def plan_models(options: argparse.Namespace) -> dict[Path, list[str]]:
     """Return the sides of each model, which is written if it is not there yet."""
     large = ensure_model(options.work, options.layers)
     sides = options.sides or list(SIDES)
-    if NAIVE not in sides or folder_bytes(large) * 1.1 + SHARD < available_memory():
+    if NAIVE not in sides or folder_bytes(large) * 1.1 + SHARD < available_memory() * 0.8:
         return {large: sides}
     small = ensure_model(options.work, NAIVE_LAYERS)
     return {large: [side for side in sides if side != NAIVE], small: list(BESIDE_NAIVE)}

@@ -58,7 +58,7 @@ def read_provenance(folder: Path) -> Provenance:
     if not path.exists():
         return Provenance()
     try:
-        return Provenance.model_validate_json(path.read_text(encoding="utf-8"))
+        provenance = Provenance.model_validate_json(path.read_text(encoding="utf-8"))
     except (ValidationError, UnicodeDecodeError) as error:
         first = str(error).splitlines()[0]
         raise UserError(
@@ -66,6 +66,13 @@ def read_provenance(folder: Path) -> Provenance:
             f"the file that difftool writes, schema version {SCHEMA}",
             "Restore it, or remove it to treat the folder as a plain source",
         ) from error
+    if provenance.schema_version != SCHEMA:
+        raise UserError(
+            f"{path} has schema version {provenance.schema_version}",
+            f"version {SCHEMA}, which this difftool writes",
+            "Use the difftool that wrote it",
+        )
+    return provenance
 
 
 def write_provenance(folder: Path, provenance: Provenance) -> None:

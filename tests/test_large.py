@@ -1,4 +1,4 @@
-"""Models larger than memory: converted tensor by tensor, verified with weights that stay on disk."""
+"""Models larger than memory: converted by the tensor, verified with weights left on disk."""
 
 import json
 import subprocess
@@ -113,7 +113,7 @@ def test_memory_while_converting_depends_on_the_largest_tensor_alone(
     command = [sys.executable, "-c", PEAKS, large, tmp_path / "out"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     start, kept, cast = json.loads(done.stdout)
-    slack = 48 * 2**20  # blocks of copying, the allocator's remains, modules imported on the way
-    doubled = max(t.nbytes for n, t in checkpoint.tensors.items() if n.endswith("q_proj.weight"))
-    assert kept - start < 3 * doubled + slack  # one head projection as read, and twice as wide
-    assert cast - start < 2 * largest + slack  # one tensor as read, and cast
+    slack = 32 * 2**20  # blocks of copying, the allocator's remains, modules imported on the way
+    query = max(t.nbytes for n, t in checkpoint.tensors.items() if n.endswith("q_proj.weight"))
+    assert kept - start < 3 * query + slack  # a query projection as read, and twice as wide
+    assert cast - start < 4 * largest + slack  # as read, as cast, and two to look for overflow in

@@ -468,7 +468,6 @@ def test_depth_parameters_that_a_checkpoint_lacks_start_as_the_plain_stream(tmp_
         assert value.eq(float("norm" in name)).all(), name
 
 
-
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox"])
 @pytest.mark.parametrize("mapping", [MODEL_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING])
 def test_other_heads_start_as_their_source(mapping: Any, name: str) -> None:

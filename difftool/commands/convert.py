@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 def command(
     source: str, output: Path | None, *, dry_run: bool, as_json: bool, **options: Any
 ) -> None:
-    """Convert a checkpoint to an architecture that starts as the same function.
+    """Convert a checkpoint to a target, starting as the same function.
 
     SRC is a folder, a hub id, a .gguf file, an alias (see difftool models) or tiny. The result
     loads with plain transformers and trust_remote_code=True.

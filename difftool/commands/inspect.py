@@ -9,7 +9,7 @@ from difftool import terminal
 @click.argument("source", metavar="SRC")
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
 def command(source: str, as_json: bool) -> None:
-    """Show what a checkpoint is, where it came from and what it can become.
+    """Show what a checkpoint is, its history and what it can become.
 
     Architecture, geometry, parameters by part; the steps that made it and how each was verified;
     the targets it supports and why not the others. Reads headers only.
