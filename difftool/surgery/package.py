@@ -51,18 +51,29 @@ def keep_tokenizer_class(folder: Path, tokenizer: PreTrainedTokenizerBase) -> No
     Raises:
         UserError: the folder's tokenizer reads a text differently all the same.
     """
+    if _reads_alike(folder, tokenizer):
+        return
     path = folder / "tokenizer_config.json"
     settings = read_json(path) if path.exists() else {}
     used = type(tokenizer).__name__
-    if "auto_map" not in settings and settings.get("tokenizer_class") != used:
+    if "auto_map" not in settings:
         settings["tokenizer_class"] = used
         path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", "utf-8")
-    carried = load_tokenizer(folder, "auto_map" in settings, as_host=False)
-    if carried is None or carried(SAMPLE)["input_ids"] != tokenizer(SAMPLE)["input_ids"]:
+    if not _reads_alike(folder, tokenizer):
         raise UserError(
             f"the tokenizer ({used}) reads a text differently once it is copied",
             fix="Save it with save_pretrained beside the source's weights, and convert again",
         )
+
+
+def _reads_alike(folder: Path, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether plain transformers finds the same class in `folder`, and the same token ids."""
+    path = folder / "tokenizer_config.json"
+    is_code = path.exists() and "auto_map" in read_json(path)
+    carried = load_tokenizer(folder, is_code, as_host=False)
+    return type(carried).__name__ == type(tokenizer).__name__ and (
+        carried(SAMPLE)["input_ids"] == tokenizer(SAMPLE)["input_ids"]  # type: ignore[misc]
+    )
 
 
 def carry_files(source: Path, folder: Path) -> list[str]:

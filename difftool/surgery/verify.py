@@ -194,7 +194,11 @@ def _batch(
 def _cached(
     model: PreTrainedModel, tokens: torch.Tensor, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the outputs [steps * B, V] of the last tokens, run one by one."""
+    """Return the outputs [steps * B, V] of the last tokens, run one by one on one thread.
+
+    Each thread has scratch memory of its own in the CPU's attention kernel, and where that lies
+    decides how a single row is summed: with several, two equal heads may differ in the last bit.
+    """
     named = inspect.signature(model.forward).parameters
     name = "cache" if "cache" in named else "past_key_values"  # renamed in transformers 5.24
     cache = {name: DynamicCache(config=model.config), "use_cache": True}
@@ -205,8 +209,13 @@ def _cached(
         return logits[:, -1]
 
     start = tokens.shape[1] - DECODED
-    run(0, start)
-    steps = [run(end - 1, end) for end in range(start + 1, tokens.shape[1] + 1)]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        run(0, start)
+        steps = [run(end - 1, end) for end in range(start + 1, tokens.shape[1] + 1)]
+    finally:
+        torch.set_num_threads(threads)
     return torch.cat(steps).float()
 
 
