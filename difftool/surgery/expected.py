@@ -15,9 +15,6 @@ from difftool.errors import UserError
 from difftool.surgery.host import CONFIG_FAULTS, Host, rejected, resolve_config
 from difftool.surgery.shim import model_class
 
-LEFT_OVER = re.compile(
-    r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|\.attention\.(masked_)?bias$"
-)
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.+)")
 
 
