@@ -1,14 +1,17 @@
 """Planning and writing the shards of a checkpoint, tensor by tensor.
 
 A plan is pure: which file holds what, in how many bytes. Writing streams, so memory holds at most
-the tensor that is being computed. Files that come out as they were are copied or linked whole.
+the tensors that are being computed, one for each of the `WRITERS` files that are written at a time.
+Files that come out as they were are copied or linked whole.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
+from threading import Event, Lock
 from typing import Literal
 
 from difftool.checkpoint import Checkpoint, Computed, Copied, Output
@@ -28,6 +31,7 @@ from difftool.transfer import (
 from difftool.weights import INDEX, SINGLE, is_plain_name
 
 Way = Literal["write", "copy", "reflink", "link"]
+WRITERS = 2  # files at a time: the kernel copies on the core that asks, slower than a disk can
 INDEX_ROOM = 200  # bytes of the index that a tensor takes at most, roughly
 
 
@@ -100,9 +104,10 @@ def write_shards(
 ) -> dict[str, Way]:
     """Write the plan's files, and its index, into an existing folder; return how each file came.
 
-    `how` is for files that do not change; `progress` is called with numbers of bytes that add up to
-    those of all files. A NaN or infinity in a float tensor is a UserError, save in files that were
-    linked or reflinked, whose bytes are not read. After an error the folder holds partial files.
+    `how` is for files that do not change; `progress` is called, by one thread at a time, with
+    numbers of bytes that add up to those of all files. A NaN or infinity in a float tensor is a
+    UserError, save in files that were linked or reflinked, whose bytes are not read. After an error
+    the folder holds partial files.
     """
     ways: dict[str, Way] = {}
     for file in plan.files:
@@ -116,10 +121,8 @@ def write_shards(
     for file in plan.files:
         if file.name in ways:
             progress(file.nbytes)
-        else:
-            with explain_write_errors(folder / file.name, file.nbytes):
-                _write_file(folder / file.name, file, progress, check_finite)
-            ways[file.name] = "copy" if file.unchanged else "write"
+    _write_files(folder, rest, progress, check_finite)
+    ways |= {file.name: "copy" if file.unchanged else "write" for file in rest}
     if plan.has_index:
         _write_index(folder / INDEX, plan)
     return ways
@@ -169,6 +172,36 @@ def _plan_file(name: str, outputs: dict[str, Output], source: Checkpoint) -> Sha
     metadata["format"] = "pt"
     entries = {name: (output.dtype, output.shape) for name, output in widest_first.items()}
     return ShardFile(name, widest_first, metadata, None, len(build_header(entries, metadata)))
+
+
+class _StoppedError(Exception):
+    """Ends the writing of a file when another one has failed."""
+
+
+def _write_files(
+    folder: Path, files: Iterable[ShardFile], progress: Progress, check_finite: bool
+) -> None:
+    stop, turn = Event(), Lock()
+
+    def count(nbytes: int) -> None:
+        if stop.is_set():
+            raise _StoppedError
+        with turn:
+            progress(nbytes)
+
+    def write(file: ShardFile) -> None:
+        with explain_write_errors(folder / file.name, file.nbytes):
+            _write_file(folder / file.name, file, count, check_finite)
+
+    with ThreadPoolExecutor(WRITERS) as pool:
+        futures = [pool.submit(write, file) for file in files]
+        try:
+            for future in as_completed(futures):
+                future.result()
+        finally:  # one failed, or the user stopped it all
+            stop.set()
+            for future in futures:
+                future.cancel()
 
 
 def _write_file(path: Path, file: ShardFile, progress: Progress, check_finite: bool) -> None:

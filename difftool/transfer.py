@@ -5,6 +5,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from io import BufferedReader, FileIO
 from pathlib import Path
@@ -21,7 +22,7 @@ Block = np.ndarray[Any, np.dtype[np.uint8]]
 
 FICLONE = 0x40049409  # linux/fs.h: share the source's blocks, copy on write
 CHECKED_BLOCK = 2**20  # small enough for the processor's cache, as it is gone over twice
-KERNEL_BLOCK = 2**24  # still in memory when it is checked after the kernel copied it
+KERNEL_BLOCK = 2**22  # soon checked, so that a tensor's last check does not hold up the next one
 NOT_IN_KERNEL = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
 # dtype -> bytes of a float, and the bits of the smallest magnitude that is not finite
 NOT_FINITE = {
@@ -56,34 +57,47 @@ def copy_range(
 ) -> bool:
     """Copy bytes of `source` to where `target` stands; return False if one float is not finite.
 
-    The kernel copies where it can. Of a float `dtype`, the bytes are then read once more to be
-    checked, from memory: less work than carrying every byte through this process.
+    The kernel copies where it can. Of a float `dtype`, a second thread then reads the bytes once
+    more, from memory, and checks them while the kernel copies on.
     """
-    checked = dtype in NOT_FINITE
-    with source.open("rb") as file:
+    block = np.empty(min(nbytes, CHECKED_BLOCK), np.uint8)
+    finite: Future[bool] | None = None
+    with source.open("rb") as file, ThreadPoolExecutor(1) as checker:
         for done in range(0, nbytes, KERNEL_BLOCK):
             count = min(KERNEL_BLOCK, nbytes - done)
             copied = _copy_in_kernel(file.fileno(), target, offset + done, count)
-            if checked or copied < count:
-                for place, block in _read_blocks(source, file, offset + done, count):
-                    if checked and not is_finite(block, dtype):
-                        return False
-                    write_all(target, block.data[max(copied - place, 0) :])
+            if finite and not finite.result():
+                return False
+            if dtype in NOT_FINITE or copied < count:
+                blocks = _read_blocks(source, file, offset + done, count, block)
+                finite = checker.submit(_check_blocks, blocks, dtype, target, copied)
+                if copied < count and not finite.result():  # the next block comes after this one
+                    return False
             progress(count)
+    return finite is None or finite.result()
+
+
+def _check_blocks(
+    blocks: Iterator[tuple[int, Block]], dtype: str, target: FileIO, copied: int
+) -> bool:
+    """Return whether all blocks are finite; write what lies behind the first `copied` bytes."""
+    for place, block in blocks:
+        if not is_finite(block, dtype):
+            return False
+        write_all(target, block.data[max(copied - place, 0) :])
     return True
 
 
 def _read_blocks(
-    source: Path, file: BufferedReader, offset: int, nbytes: int
+    source: Path, file: BufferedReader, offset: int, nbytes: int, block: Block
 ) -> Iterator[tuple[int, Block]]:
     """Yield the bytes from `offset` on, with their place after it, in one block used over again."""
-    block = np.empty(min(nbytes, CHECKED_BLOCK), np.uint8)
     file.seek(offset)
-    for place in range(0, nbytes, CHECKED_BLOCK):
-        block = block[: nbytes - place]
-        if file.readinto(block.data) < block.size:
+    for place in range(0, nbytes, block.size):
+        part = block[: nbytes - place]
+        if file.readinto(part.data) < part.size:
             raise UserError(f"{source} became shorter while it was read", fix=DOWNLOAD_AGAIN)
-        yield place, block
+        yield place, part
 
 
 def write_all(target: FileIO, data: memoryview | bytes) -> None:
