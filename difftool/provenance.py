@@ -6,7 +6,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from difftool import __version__
 from difftool.errors import UserError
@@ -37,6 +37,16 @@ class Step(BaseModel):
     versions: dict[str, str]
     seconds: float
     metrics: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("metrics")
+    @classmethod
+    def _check_verification(cls, metrics: dict[str, Any]) -> dict[str, Any]:
+        proofs = metrics.get("verification") or []
+        if not isinstance(proofs, list) or not all(
+            isinstance(proof, dict) and proof.keys() >= {"dtype", "verdict"} for proof in proofs
+        ):
+            raise ValueError("verification is no list of figures with a dtype and a verdict")
+        return metrics
 
 
 class Provenance(BaseModel):

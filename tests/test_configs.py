@@ -167,9 +167,11 @@ def test_gpt2_has_no_diffv2_and_the_reason_is_its_layout(configs: Path) -> None:
         plan(configs / "gpt2-large", "diffv2")
 
 
-def test_more_blocks_than_a_model_of_one_layer_has_are_refused(configs: Path) -> None:
+def test_a_model_of_one_layer_has_a_block_per_sublayer(configs: Path) -> None:
+    made = plan(configs / "qwen3-moe-1layer", "attnres")
+    assert (made.config["attnres"]["block_size"], made.config["attnres"]["blocks"]) == (1, 2)
     with pytest.raises(UserError, match="blocks=8 does not fit this model"):
-        plan(configs / "qwen3-moe-1layer", "attnres")
+        plan(configs / "qwen3-moe-1layer", "attnres", blocks=8)
 
 
 @pytest.mark.parametrize("name", INDEXED)

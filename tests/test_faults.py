@@ -137,6 +137,15 @@ class Trap:
 
 MLP = "model.layers.1.mlp.down_proj.weight"
 QUERY, EMBEDDING = "model.layers.2.self_attn.q_proj.weight", "model.embed_tokens.weight"
+STEP = {
+    "stage": "convert",
+    "options": {},
+    "source": {"id": "x", "fingerprint": "sha256:0"},
+    "output_fingerprint": "sha256:0",
+    "versions": {},
+    "seconds": 1.0,
+}
+
 FAULTS: dict[str, tuple[Damage, str]] = {
     "a shard without its end": (cut(-1), "truncated: .* is the first that is not whole"),
     "a shard cut in its header": (cut(100), "truncated: it ends inside its header"),
@@ -196,6 +205,10 @@ FAULTS: dict[str, tuple[Damage, str]] = {
     "provenance of something else": (
         text("difftool.json", '{"steps": [{"stage": "convert"}]}'),
         "cannot be read as a chain of steps.* Restore it, or remove it",
+    ),
+    "provenance with figures of another kind": (
+        text("difftool.json", json.dumps({"steps": [STEP | {"metrics": {"verification": 1}}]})),
+        "cannot be read as a chain of steps",
     ),
 }
 
@@ -295,7 +308,14 @@ REQUESTS: dict[str, tuple[tuple[str, ...], str]] = {
     "NaN noise": ((*TO_DIFFV2, "--set", "noise=.nan"), "noise=nan cannot be used"),
     "seed": ((*TO_DIFFV2, "--set", "seed=x"), "seed='x' cannot be used"),
     "no blocks": (("--to", "attnres", "--set", "blocks=0"), "blocks=0 does not fit .* 1 to 6"),
-    "too many blocks": (("--to", "attnres"), "blocks=8 does not fit .* --set blocks=full"),
+    "too many blocks": (
+        ("--to", "attnres", "--set", "blocks=8"),
+        "blocks=8 does not fit .* --set blocks=full",
+    ),
+    "blocks twice": (
+        ("--to", "attnres", "--set", "blocks=2", "--set", "block_size=3"),
+        "options blocks, block_size do not go together.* Either blocks or block_size, not both",
+    ),
     "many blocks": (("--to", "attnres", "--set", "blocks=many"), "integer, .* or .* 'full'"),
     "block size": (("--to", "attnres", "--set", "block_size=9"), "block_size=9 does not fit"),
 }

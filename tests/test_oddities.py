@@ -701,6 +701,7 @@ def test_noise_moves_the_second_head_of_each_pair_and_no_other(source: Path) -> 
     ({"blocks": 3}, 2, 3),
     ({"blocks": 4}, 2, 3),
     ({"blocks": 6}, 1, 6),
+    ({}, 1, 6),
     ({"block_size": 4}, 4, 2),
     ({"block_size": 6}, 6, 1),
 ])  # fmt: skip
@@ -713,10 +714,10 @@ def test_blocks_divide_the_sublayers(
     assert_same_function(source, converted)
 
 
-@pytest.mark.parametrize("settings", [{"blocks": 7}, {"blocks": 0}, {"block_size": 7}, {}])
+@pytest.mark.parametrize("settings", [{"blocks": 7}, {"blocks": 0}, {"block_size": 7}])
 def test_more_blocks_than_sublayers_are_refused(settings: dict[str, Any], source: Path) -> None:
     with pytest.raises(UserError, match="1 to 6, its number of sublayers"):
-        convert_to("attnres", source, settings=settings)  # {}: the default is 8 blocks
+        convert_to("attnres", source, settings=settings)
     assert [path.name for path in source.parent.iterdir()] == ["source"]
 
 

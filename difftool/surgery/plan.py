@@ -65,6 +65,10 @@ def parse_options(target: str, settings: dict[str, Any]) -> BaseModel:
         return model.model_validate(settings)
     except ValidationError as error:
         faults = error.errors(include_url=False)
+        if not faults[0]["loc"]:
+            raise UserError(
+                f"{target} options {', '.join(settings)} do not go together", faults[0]["msg"]
+            ) from error
         key = str(faults[0]["loc"][0])
         reasons = [fault["msg"] for fault in faults if fault["loc"][0] == key]
         reason = ", or ".join([reasons[0], *(text[:1].lower() + text[1:] for text in reasons[1:])])

@@ -4,10 +4,11 @@ Start: zero queries, so that every weight is exactly one and the read is the res
 No tensor of the source changes; a query and a gain per read are added. Source: arXiv 2603.15031.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from difftool.checkpoint import Checkpoint, Computed, Copied, Output
 from difftool.errors import UserError
@@ -29,7 +30,8 @@ class Options(BaseModel):
     Attributes:
         blocks: number of blocks that the sublayers are divided into, or "full" for a source per
             sublayer. A block has ceil(sublayers / blocks) sublayers and the last may be shorter, so
-            there can be fewer blocks than asked for.
+            there can be fewer blocks than asked for. Unless asked for, there are 8, or a block per
+            sublayer in a model of fewer.
         block_size: sublayers in a block, instead of `blocks`.
     """
 
@@ -37,6 +39,12 @@ class Options(BaseModel):
 
     blocks: int | Literal["full"] = Field(8, union_mode="left_to_right")
     block_size: int | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> Self:
+        if self.block_size is not None and "blocks" in self.model_fields_set:
+            raise PydanticCustomError("both", "Either blocks or block_size, not both")
+        return self
 
 
 def refusal(host: Host) -> str | None:
@@ -65,8 +73,10 @@ def find_block_size(host: Host, options: Options) -> int:
         wanted, found = options.block_size, f"block_size={options.block_size}"
     elif options.blocks == "full":
         return 1
-    else:
+    elif "blocks" in options.model_fields_set:
         wanted, found = options.blocks, f"blocks={options.blocks}"
+    else:
+        wanted, found = min(options.blocks, sublayers), "blocks"
     if not 1 <= wanted <= sublayers:
         raise UserError(
             f"{found} does not fit this model",
