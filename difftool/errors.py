@@ -1,7 +1,9 @@
 """The one exception that a user's mistake raises: what was found, what was expected, what to do."""
 
 import difflib
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 
 class UserError(Exception):
@@ -28,3 +30,15 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """Return ``" Did you mean 'x'?"`` for the closest choice, or an empty string."""
     close = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)
     return f" Did you mean '{close[0]}'?" if close else ""
+
+
+def suggest_sibling(path: Path) -> str:
+    """Return ``" Did you mean '…'?"`` for what lies beside the missing ``path``, or nothing."""
+    parent = Path(os.path.expanduser(path.parent))
+    return did_you_mean(path.name, os.listdir(parent)) if os.path.isdir(parent) else ""
+
+
+def name_some(names: Sequence[str]) -> str:
+    """Return up to three of the names, and how many more there are."""
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
