@@ -23,10 +23,10 @@ venv: .venv/installed ## build .venv and install difftool into it, ready to edit
 
 .venv/installed: pyproject.toml constraints.txt
 	@$(new_environment)
-	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[dev]'
+	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[dev,eval]'
 	@touch $@
 
-demo: .venv/installed ## convert the embedded model both ways, prove it, generate from it
+demo: .venv/installed ## convert the embedded model both ways, prove it, generate, measure
 	@mkdir -p build/demo
 	$(call show,convert tiny --to diffv2 --force -o tiny-diffv2)
 	$(call show,inspect tiny-diffv2)
@@ -34,6 +34,7 @@ demo: .venv/installed ## convert the embedded model both ways, prove it, generat
 	$(call show,convert tiny --to attnres --force -o tiny-attnres)
 	$(call show,inspect tiny-attnres)
 	$(call show,generate tiny-attnres "import os" --max-new-tokens 32)
+	$(call show,bench tiny tiny-diffv2 --limit 8)
 
 test: .venv/installed ## the tests that need no real checkpoints
 	$(BIN)/python -m pytest -m 'not real' -n $(JOBS)

@@ -85,7 +85,7 @@ class Inspection:
     @property
     def provenance_in_words(self) -> list[str]:
         """One line per step that made the checkpoint, and one per dtype it was verified in."""
-        return [line for step in self.provenance.steps for line in _describe(step)]
+        return [line for step in self.provenance.steps for line in describe_step(step)]
 
 
 def inspect_source(source: str) -> Inspection:
@@ -115,7 +115,8 @@ def inspect_source(source: str) -> Inspection:
         )
 
 
-def _describe(step: Step) -> list[str]:
+def describe_step(step: Step) -> list[str]:
+    """Return a line on how a step was made and one per dtype it was verified in."""
     options = ", ".join(
         f"{key}={value}" for key, value in step.options.items() if value is not None
     )

@@ -50,6 +50,34 @@ class Setting(click.ParamType[tuple[str, Any]]):
             self.fail(f"the value of {value!r} is not a number or a word", param, ctx)
 
 
+class Words(click.ParamType[tuple[str, ...]]):
+    """Words between commas."""
+
+    name = "NAME,…"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, ...]:
+        if isinstance(value, tuple):
+            return value
+        words = tuple(word.strip() for word in value.split(","))
+        if not all(words):
+            self.fail(f"{value!r} has nothing between two commas", param, ctx)
+        return words
+
+
+class Numbers(click.ParamType[tuple[int, ...]]):
+    """Positive whole numbers between commas."""
+
+    name = "N,…"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        words = [word.strip() for word in value.split(",")]
+        if not all(word.isascii() and word.isdigit() and int(word) for word in words):
+            self.fail(f"{value!r} is not of the form 1,4,16", param, ctx)
+        return tuple(int(word) for word in words)
+
+
 def format_bytes(count: int) -> str:
     """Return a size in decimal units with three digits: 1.23 GB."""
     size = float(count)

@@ -8,6 +8,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from difftool.bench.options import BenchOptions
+from difftool.bench.run import bench
+from difftool.bench.summary import summary_rows
 from difftool.generation import GenerateOptions, generate
 from difftool.sources import open_source
 from difftool.surgery.convert import Converted, ConvertOptions, convert
@@ -97,6 +100,24 @@ def test_smollm2_has_equal_perplexity_on_wikitext(
             figures.append(perplexity(model, tokens))
     assert figures[0] == figures[1]
     assert 15 < figures[0] < 60, "a language model that has seen English"
+
+
+def test_smollm2_is_benched_beside_its_conversion_at_a_ratio_of_one(
+    smollm2: Path, converted: Converted, shared_data: Path, tmp_path: Path
+) -> None:
+    options = BenchOptions(
+        measures=("perplexity",),
+        text=shared_data / "wikitext-2" / "test.txt",
+        limit=WINDOWS,
+        seq_len=WINDOW,
+        dtype="float32",
+    )
+    report = bench([str(smollm2), str(converted.path)], options, tmp_path / "report")
+    assert report.complete
+    before, after = report.results("perplexity").values()
+    assert before == after
+    _, rows = summary_rows(report)
+    assert "1.0000" in rows[0][2], rows
 
 
 def test_smollm2_composes_into_a_model_with_both(converted: Converted, tmp_path: Path) -> None:

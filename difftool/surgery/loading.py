@@ -45,7 +45,7 @@ def loaded_model(
     limit = limit if max_memory is None else max_memory
     size = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
     size = int(size * dtype.itemsize / _stored_itemsize(host))
-    with tempfile.TemporaryDirectory(prefix="difftool-offload-") as scratch, _quiet():
+    with tempfile.TemporaryDirectory(prefix="difftool-offload-") as scratch, quiet():
         placement: dict[str, Any] = {}
         if size > limit:
             placement = {
@@ -124,7 +124,7 @@ class _Aligned(Mapping[str, torch.Tensor]):
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keep transformers' own progress bars and loading report out of the terminal."""
     level = logging.get_verbosity()
     logging.set_verbosity_error()
@@ -161,7 +161,7 @@ def load_tokenizer(
     if as_host:
         config = {"config": resolve_config(read_host(open_checkpoint(folder)).config)}
     try:
-        with _quiet():
+        with quiet():
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=trust_remote_code, **config
             )
