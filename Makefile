@@ -34,7 +34,7 @@ demo: .venv/installed ## convert the embedded model both ways, prove it, generat
 	$(call show,convert tiny --to attnres --force -o tiny-attnres)
 	$(call show,inspect tiny-attnres)
 	$(call show,generate tiny-attnres "import os" --max-new-tokens 32)
-	$(call show,bench tiny tiny-diffv2 --limit 8)
+	$(call show,bench tiny tiny-diffv2 --limit 8 --dtype float32)
 
 test: .venv/installed ## the tests that need no real checkpoints
 	$(BIN)/python -m pytest -m 'not real' -n $(JOBS)

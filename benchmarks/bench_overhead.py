@@ -15,6 +15,7 @@ from difftool.bench.markdown import render_table
 from difftool.bench.measures import speed
 from difftool.bench.options import BenchOptions
 from difftool.surgery.convert import ConvertOptions, convert
+from difftool.terminal import FLOATS
 
 
 def convert_all(source: str, folder: Path) -> list[tuple[str, str]]:
@@ -30,12 +31,13 @@ def convert_all(source: str, folder: Path) -> list[tuple[str, str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--source", default="tiny")
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--contexts", type=int, nargs="+", default=[128, 512])
-    parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--source", default="tiny", help="as difftool convert takes it")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4], metavar="N")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[128, 512], metavar="N")
+    parser.add_argument("--repetitions", type=int, default=5, metavar="N")
+    parser.add_argument("--dtype", choices=FLOATS, default="float32")
+    parser.add_argument("--device", help="instead of a GPU if there is one, else the CPU")
+    parser.add_argument("--compile", action="store_true", help="time under torch.compile")
     arguments = parser.parse_args()
     options = BenchOptions(
         measures=("speed",),
@@ -43,6 +45,7 @@ def main() -> None:
         speed_contexts=tuple(arguments.contexts),
         repetitions=arguments.repetitions,
         dtype=arguments.dtype,
+        device=arguments.device,
         compile=arguments.compile,
     )
     with tempfile.TemporaryDirectory(prefix="difftool-overhead-") as folder:

@@ -73,6 +73,15 @@ def test_a_second_bench_replaces_the_report_and_finds_the_same(run: Runner, work
     assert first["subjects"] == second["subjects"]
 
 
+def test_what_a_killed_run_left_is_in_nobodys_way(run: Runner, work: Path) -> None:
+    (work / "out").mkdir()
+    (work / "out" / ".report.html.new").write_text("<html>")
+    run.succeed("bench", "tiny", *QUICK, "-o", "out")
+    assert {path.name for path in (work / "out").iterdir()} == {
+        "report.json", "report.md", "report.html",
+    }  # fmt: skip
+
+
 def test_a_folder_with_anything_else_is_not_written_to(run: Runner, work: Path) -> None:
     (work / "out").mkdir()
     (work / "out" / "thesis.tex").write_text("precious")
@@ -85,6 +94,7 @@ def test_a_folder_with_anything_else_is_not_written_to(run: Runner, work: Path) 
 @pytest.mark.parametrize(("words", "message"), [
     (("--measures", "perplexty"), "unknown measure 'perplexty'.* Did you mean 'perplexity'"),
     (("--measures", "perplexity,,speed"), "nothing between two commas"),
+    (("--tasks", "arc_eazy", "--tasks-dir", "."), "arc_eazy.* Did you mean 'arc_easy'"),
     (("--speed-contexts", "128,x"), "not of the form 1,4,16"),
     (("--seq-len", "64", "--stride", "65"), "tokens would be skipped"),
     (("--device", "quantum"), "the device 'quantum' cannot be used"),

@@ -265,8 +265,34 @@ def test_what_is_left_in_floating_point_is_counted(tmp_path: Path) -> None:
     assert experts.quantised_parameters == attention
     assert experts.left_parameters["mlp.experts.gate_up_proj"] == 3 * 4 * 128 * 48
     note = attention_bits.tables({"experts": experts})[1].note
-    assert f"experts {attention:,} (in floating point: " in note
+    assert f"experts {attention:,} (left as they are: " in note
     assert "mlp.experts.gate_up_proj 73,728" in note
+
+
+def test_progress_ends_where_it_said_it_would(tmp_path: Path) -> None:
+    told: list[tuple[str, int, int]] = []
+    subject = subject_of(random_model("llama"))
+    attention_bits.measure(
+        subject, options_for(tmp_path, limit=2), lambda *report: told.append(report)
+    )
+    assert told[0] == ("attention-bits", 0, 22) and told[-1] == ("attention-bits", 22, 22)
+    assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
+
+
+def test_linears_that_are_quantised_already_are_not_rounded_again(tmp_path: Path) -> None:
+    """A subclass of nn.Linear keeps its weights as it likes: bitsandbytes packs them."""
+
+    class Packed(nn.Linear):
+        pass
+
+    model = make_model("llama")
+    for linear in block_linears(model).values():
+        linear.__class__ = Packed
+    found = measured(model, tmp_path)
+    assert found.linears == () and found.quantised_parameters == 0
+    assert found.attention.keys() == {16, 8, 6, 4}
+    assert attention_bits.headline(found) and attention_bits.tables({"m": found})
+    assert charts({"m": found})
 
 
 def test_nothing_is_left_on_the_model_after_an_error(tmp_path: Path) -> None:

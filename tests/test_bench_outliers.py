@@ -286,6 +286,8 @@ def test_a_conversion_starts_with_half_gates_equal_pairs_and_even_depth(tmp_path
     assert pairs.sinks.share == before.sinks.share
     for weights in found.depth.values():
         assert weights == pytest.approx([1 / len(weights)] * len(weights))
+    figures = {figure.name: figure.value for figure in outliers.headline(found)}
+    assert figures["depth weights, distance from even"] == 0
     assert [part.top for part in found.stream] == [part.top for part in before.stream]
 
 
@@ -300,6 +302,12 @@ def test_depth_weights_are_the_softmax_over_sources(size: int, tmp_path: Path) -
         np.testing.assert_allclose(weights, expected, rtol=1e-3)
         assert sum(weights) == pytest.approx(1)
     assert max(abs(weights[0] - 1 / len(weights)) for weights in found.depth.values()) > 0.1
+    distances = [
+        0.5 * sum(abs(weight - 1 / len(weights)) for weight in weights)
+        for weights in found.depth.values()
+    ]
+    figures = {figure.name: figure.value for figure in outliers.headline(found)}
+    assert figures["depth weights, distance from even"] == pytest.approx(np.mean(distances))
 
 
 def depth_by_hand(model: PreTrainedModel) -> Iterator[np.ndarray]:

@@ -101,6 +101,8 @@ def test_figures_that_only_some_checkpoints_have_leave_a_dash(report: Report) ->
         (Figure("x", 10, None, "higher"), Figure("x", 10.04, None, "higher"), ""),
         (Figure("x", 10, None, "higher"), Figure("x", 10.06, None, "higher"), "better"),
         (Figure("x", 10, 0.3), Figure("x", 20, 0.3), ""),
+        (Figure("x", 10, 0.3, "lower"), Figure("x", 12, 0.3, "lower", ratio=1.08), ""),
+        (Figure("x", 10, 0.3, "lower"), Figure("x", 10, 0.3, "lower", ratio=1.09), "worse"),
         (Figure("x", 10, None, "lower"), Figure("x", math.nan, None, "lower"), ""),
     ],
 )
@@ -108,6 +110,10 @@ def test_only_a_difference_beyond_two_standard_errors_is_better_or_worse(
     first: Figure, second: Figure, verdict: str
 ) -> None:
     assert compare(second, first).verdict == verdict
+
+
+def test_a_ratio_of_trials_side_by_side_stands_in_place_of_that_of_the_medians() -> None:
+    assert compare(Figure("x", 12, ratio=1.08), Figure("x", 10)).ratio == "1.0800"
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from difftool.bench.measures.speed import (
     headline,
     measure_together,
     plan_cells,
+    require_room,
     rotated,
     tables,
     take_turns,
@@ -236,10 +237,13 @@ def test_contexts_beyond_the_positions_are_left_out_and_told(measured: Measured)
     assert "Left out: one: context 120" in tables(measured.results)[0].note
 
 
-def test_only_contexts_beyond_the_positions_are_refused(made: Path) -> None:
-    options = BenchOptions(**QUICK | {"speed_contexts": (120,)})
+def test_only_contexts_beyond_the_positions_are_refused() -> None:
+    worker: Any = Recorder("one", [])
+    cells = plan_cells(BenchOptions(speed_contexts=(113, 128)))
+    require_room(worker, cells)  # it does not say how many it has
+    worker.facts.positions = 128
     with pytest.raises(UserError, match=r"one has 128 positions.*at most 112 tokens"):
-        measure_together([("one", str(made))], options, silent)
+        require_room(worker, cells)
 
 
 def test_the_summary_and_the_tables_tell_the_median_of_the_ratios(measured: Measured) -> None:
@@ -351,3 +355,15 @@ def test_memory_errors_of_a_worker_become_advice_and_others_stay() -> None:
         failure = explain(error)
         assert failure is not None and "Lower --speed-batch-sizes" in failure.fix
     assert explain(RuntimeError("shape mismatch")) is None
+
+
+@pytest.mark.real
+def test_the_benchmark_of_overheads_prints_a_row_for_each_target(shared_data: Path) -> None:
+    script = Path(__file__).parents[1] / "benchmarks" / "bench_overhead.py"
+    source = shared_data / "stories260K" / "hf"
+    few = ["--batch-sizes", "1", "--contexts", "8", "--repetitions", "1"]
+    command = [sys.executable, str(script), "--source", str(source), *few]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    sides = [line.split("|")[2].strip() for line in printed.splitlines() if "| 1 × 8 |" in line]
+    assert sides == ["source", "diffv2", "attnres", "both"]
+    assert printed.splitlines()[-1].startswith("cpu ")

@@ -7,7 +7,7 @@ import jinja2
 from difftool import __version__
 from difftool.bench import contents
 from difftool.bench.report import Report
-from difftool.bench.summary import ARROWS, MISSING, summarise
+from difftool.bench.summary import ARROWS, KEY, MISSING, summarise
 
 
 def render_html(report: Report) -> str:
@@ -28,6 +28,7 @@ def render_html(report: Report) -> str:
         sections=contents.sections(report, charts=True),
         lines=summarise(report),
         arrows=ARROWS,
+        key=KEY,
         missing=MISSING,
         version=__version__,
     )

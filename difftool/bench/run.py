@@ -33,6 +33,7 @@ from difftool.errors import UserError
 from difftool.provenance import read_provenance
 
 REPORTS = ("report.json", "report.md", "report.html")
+UNFINISHED = tuple(f".{name}.new" for name in REPORTS)  # what a killed run may leave
 
 
 def bench(
@@ -50,7 +51,9 @@ def bench(
         UserError: no source, an unknown measure or task, or an `out` that holds something else.
     """
     for name in options.measures:
-        load_measure(name)
+        check = getattr(load_measure(name), "check", None)
+        if check is not None:
+            check(options)
     check_out(out)
     find_device(options.device)
     under_way = _Bench(sources, options, out, progress)
@@ -69,7 +72,7 @@ def check_out(out: Path) -> None:
         return
     if not out.is_dir():
         raise UserError(f"{out} is a file", "a folder for the report", "Choose another with -o")
-    foreign = sorted(path.name for path in out.iterdir() if path.name not in REPORTS)
+    foreign = sorted(path.name for path in out.iterdir() if path.name not in REPORTS + UNFINISHED)
     if foreign:
         raise UserError(
             f"{out} holds {foreign[0]}, which is no report",

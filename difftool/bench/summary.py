@@ -17,7 +17,10 @@ from difftool.terminal import print_table
 
 MISSING = "–"
 ARROWS = {"lower": " ↓", "higher": " ↑", "": ""}
-KEY = "↓ lower is better, ↑ higher is better; × is the ratio to the first checkpoint."
+KEY = (
+    "↓ lower is better, ↑ higher is better. × is the ratio to the first checkpoint; of timings, "
+    "that of trials side by side."
+)
 NEGLIGIBLE = 0.005  # of the first checkpoint's figure, where there is no standard error
 
 
@@ -138,7 +141,8 @@ def _ratio(figure: Figure, first: Figure) -> str:
 
 
 def _verdict(figure: Figure, first: Figure) -> Literal["better", "worse", ""]:
-    difference = figure.value - first.value
+    second = figure.value if figure.ratio is None else figure.ratio * first.value
+    difference = second - first.value
     if figure.stderr is None and first.stderr is None:
         noise = NEGLIGIBLE * abs(first.value)
     else:

@@ -6,6 +6,7 @@ A measure `x` is `x.py` with
 - `Result`, a `MeasureResult`: everything that was found, as it stands in report.json;
 - `measure(subject, options, progress) -> Result`; a measure whose sides must take turns has
   `measure_together(sources, options, progress) -> list[Result]` instead;
+- `check(options)`, if it has one, raises a UserError before anything is loaded;
 - `headline(result) -> list[Figure]`, its lines in the summary;
 - `tables(results) -> list[Table]`, what the report tells beyond that; `results` maps the name of
   each checkpoint to its `Result`, in the order in which they were named.

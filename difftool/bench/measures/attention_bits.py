@@ -75,7 +75,7 @@ class Result(MeasureResult):
     linears: tuple[LinearScore, ...]
     quantised_parameters: int = Field(description="weights of linears in the blocks")
     left_parameters: dict[str, int] = Field(
-        description="other matrices in the blocks, left in floating point, by path in a layer: "
+        description="other matrices in the blocks, left as they are, by path in a layer: "
         "routers, lambda projections, experts that are fused into one tensor"
     )
 
@@ -89,11 +89,13 @@ def measure(subject: Subject, options: BenchOptions, progress: Progress) -> Resu
     start, ids = encode(read_text(options.text), subject.require_tokenizer())
     windows = whole_windows(start, ids, options.seq_len)[: options.limit or WINDOWS]
     linears = _choose_linears(subject)
-    trial = _Trial(subject, windows, max(1, len(start)), progress)
+    schemes = SCHEMES if linears else ()  # a quantised model has none that could be rounded
+    passes = 1 + len(LOGIT_BITS) + len(schemes)
+    trial = _Trial(subject, windows, max(1, len(start)), progress, passes * len(windows))
     full = trial.run(nullcontext())
     attention = {bits: trial.run(nullcontext(), quantise_logits(bits)) for bits in LOGIT_BITS}
     by_scheme = {
-        scheme: trial.run(quantised_linears(linears.values(), scheme)) for scheme in SCHEMES
+        scheme: trial.run(quantised_linears(linears.values(), scheme)) for scheme in schemes
     }
     return Result(
         text=text_name(options.text),
@@ -137,17 +139,17 @@ class _Trial:
     windows: torch.Tensor
     first: int  # token of a window that is asked for
     progress: Progress
+    total: int
     done: int = 0
 
     def run(self, changed: AbstractContextManager[None], change: Change | None = None) -> _Losses:
-        total = (1 + len(LOGIT_BITS) + len(SCHEMES)) * len(self.windows)
         losses = []
         with changed, observed_attention(self.subject.module, change=change):
             for window in self.windows:
-                self.progress("attention-bits", self.done, total)
+                self.progress("attention-bits", self.done, self.total)
                 losses.append(self._score_window(window))
                 self.done += 1
-        self.progress("attention-bits", self.done, total)
+        self.progress("attention-bits", self.done, self.total)
         return _Losses(
             torch.stack([loss.nats for loss in losses]), torch.stack([loss.hits for loss in losses])
         )
@@ -238,7 +240,7 @@ def _left(result: Result) -> str:
     if not result.left_parameters:
         return "all matrices of the blocks"
     left = ", ".join(f"{path} {count:,}" for path, count in result.left_parameters.items())
-    return f"in floating point: {left}"
+    return f"left as they are: {left}"
 
 
 def _cells(score: Score) -> tuple[str, ...]:

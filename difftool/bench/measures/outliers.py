@@ -131,4 +131,4 @@ def _unevenness(result: Result) -> float:
         sum(abs(weight - 1 / len(weights)) for weight in weights) / 2
         for weights in result.depth.values()
     ]
-    return sum(distances) / len(distances)
+    return round(sum(distances) / len(distances), 9)  # alpha is computed in float32

@@ -20,7 +20,7 @@ from difftool.bench.speed_timing import STEPS, Cell, Trial, fits
 from difftool.errors import UserError
 from difftool.sources import open_source
 
-__all__ = ["TITLE", "Result", "headline", "measure_together", "tables"]
+__all__ = ["TITLE", "Result", "check", "headline", "measure_together", "tables"]
 
 TITLE = "Speed"
 
@@ -44,10 +44,15 @@ def measure_together(
         for name, source in sources:
             opened = stack.enter_context(open_source(source, dtype=options.dtype))
             worker = stack.enter_context(started_worker(name, opened.path, options))
-            _require_room(worker, cells)
+            require_room(worker, cells)
             workers.append(worker)
         trials = take_turns(workers, cells, options.repetitions, progress)
         return [_result(worker, trials[worker.name], trials, options) for worker in workers]
+
+
+def check(options: BenchOptions) -> None:
+    """Refuse batch sizes and contexts that cannot be timed on any checkpoint."""
+    plan_cells(options)
 
 
 def plan_cells(options: BenchOptions) -> list[Cell]:
@@ -67,7 +72,8 @@ def plan_cells(options: BenchOptions) -> list[Cell]:
     return [Cell(batch=batch, context=context) for batch in batches for context in contexts]
 
 
-def _require_room(worker: Worker, cells: Sequence[Cell]) -> None:
+def require_room(worker: Worker, cells: Sequence[Cell]) -> None:
+    """Refuse a checkpoint that has positions enough for none of the cells."""
     positions = worker.facts.positions
     if any(fits(cell, positions) for cell in cells):
         return
