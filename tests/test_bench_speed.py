@@ -14,6 +14,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+import torch._dynamo
 from safetensors.torch import load_file
 from tiny_models import make_model
 from transformers import DynamicCache
@@ -34,7 +35,7 @@ from difftool.bench.options import BenchOptions
 from difftool.bench.speed_process import started_worker
 from difftool.bench.speed_result import CellResult, spread, summarise_cell
 from difftool.bench.speed_timing import STEPS, Cell, Trial, cache_bytes, call_options, time_trial
-from difftool.bench.speed_worker import explain
+from difftool.bench.speed_worker import compile_model, explain
 from difftool.bench.summary import compare
 from difftool.errors import UserError
 from difftool.surgery.convert import ConvertOptions, convert
@@ -156,6 +157,21 @@ def test_the_prompt_is_read_whole_and_continued_with_its_cache() -> None:
     assert seen == list(range(9, 9 + STEPS + 1))
 
 
+def test_a_compiled_model_is_compiled_by_the_warm_up_and_not_again() -> None:
+    model = make_model("llama", num_hidden_layers=1)
+    cells = [Cell(batch=2, context=context) for context in (8, 40)]
+    counted = torch._dynamo.utils.counters["stats"]
+    with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=False):
+        run = compile_model(model, backend="eager")
+        counted.clear()
+        time_trial(model, run, cells[0], seed=0)
+        graphs = counted["unique_graphs"]
+        timed = [time_trial(model, run, cell, seed=0) for cell in cells]
+    assert counted["unique_graphs"] == graphs > 0
+    plain = [time_trial(model, model, cell, seed=0) for cell in cells]
+    assert [trial.kv_bytes for trial in timed] == [trial.kv_bytes for trial in plain]
+
+
 def test_cache_bytes_count_every_tensor_of_a_cache() -> None:
     model = make_model("llama").eval()
     cache = DynamicCache(config=model.config)
@@ -264,6 +280,7 @@ def test_the_summary_and_the_tables_tell_the_median_of_the_ratios(measured: Meas
     ]  # fmt: skip
     assert speed.rows[1][-1] == f"{np.median(ratios):.3f}"
     assert [row[0] for row in memory.rows] == ["one", "both"]
+    assert [row[-1].startswith("scaled dot product") for row in memory.rows] == [True, True]
 
 
 def test_a_result_reads_back_from_json(measured: Measured) -> None:
@@ -306,7 +323,10 @@ def test_the_chart_has_a_bar_for_each_cell_and_says_the_ratios() -> None:
     assert titles == ["Speed"]
 
 
-def test_a_process_that_is_killed_is_told_with_what_to_lower(made: Path) -> None:
+def test_a_process_that_is_killed_is_told_with_what_to_lower(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # what is killed leaves its temporary folder
     with started_worker("one", made, BenchOptions(**QUICK)) as worker:
         worker.time(Cell(batch=1, context=8))
         os.kill(worker.pid, signal.SIGKILL)
@@ -326,28 +346,28 @@ def test_a_checkpoint_that_cannot_be_loaded_is_told_by_name(made: Path, tmp_path
 
 
 STARTER = """
-import sys
+import sys, time
 from pathlib import Path
 from difftool.bench.options import BenchOptions
 from difftool.bench.speed_process import started_worker
-from difftool.bench.speed_timing import Cell
 
 with started_worker("one", Path(sys.argv[1]), BenchOptions(dtype="float32")) as worker:
     print(worker.pid, flush=True)
-    while True:
-        worker.time(Cell(batch=2, context=100))
+    time.sleep(600)
 """
 
 
-def test_a_process_ends_when_the_one_that_started_it_is_killed(made: Path) -> None:
+def test_a_process_ends_when_the_one_that_started_it_is_killed(made: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", STARTER, str(made)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as starter:
+    scratch = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=scratch) as starter:
         assert starter.stdout is not None
         worker = psutil.Process(int(starter.stdout.readline()))
         assert worker.is_running()
         starter.kill()
     _, alive = psutil.wait_procs([worker], timeout=60)
     assert not alive
+    assert not list(tmp_path.glob("difftool-*"))
 
 
 def test_memory_errors_of_a_worker_become_advice_and_others_stay() -> None:

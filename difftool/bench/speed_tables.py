@@ -56,7 +56,7 @@ def _memory(results: Mapping[str, Result]) -> Table:
             format_number(max(cell.peak_rss for cell in result.cells) / 1e6, 4),
             _gpu(result),
             format_number(result.shown.kv_bytes_per_token, 6),
-            ", ".join(result.kernels) or result.attention,
+            ", ".join(map(_in_words, result.kernels)) or result.attention,
         )
         for name, result in results.items()
     ]
@@ -75,3 +75,8 @@ def _memory(results: Mapping[str, Result]) -> Table:
 def _gpu(result: Result) -> str:
     peaks = [cell.peak_gpu for cell in result.cells if cell.peak_gpu is not None]
     return format_number(max(peaks) / 1e6, 4) if peaks else MISSING
+
+
+def _in_words(operator: str) -> str:
+    """Return an operator's name for people: "aten::_flash_attention" is "flash attention"."""
+    return operator.partition("::")[2].replace("_", " ").strip()

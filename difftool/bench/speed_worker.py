@@ -114,7 +114,7 @@ def _answer(setup: Setup, questions: "SimpleQueue[bytes]") -> Iterator[BaseModel
             attention=str(model.config._attn_implementation),
             kernels=attention_kernels(model),
         )
-        run = _compiled(model) if options.compile else model
+        run = compile_model(model) if options.compile else model
         gc.collect()
         gc.freeze()  # what is there now is never looked through again
         while True:
@@ -130,13 +130,13 @@ def _require_in_memory(model: PreTrainedModel) -> None:
         )
 
 
-def _compiled(model: PreTrainedModel) -> Any:
+def compile_model(model: PreTrainedModel, backend: str = "inductor") -> Any:
     """Return the model under torch.compile, for any batch and length; it never falls back."""
     import torch._dynamo
 
     torch._dynamo.config.recompile_limit = RECOMPILES
     torch._dynamo.config.fail_on_recompile_limit_hit = True
-    return torch.compile(model, dynamic=True)
+    return torch.compile(model, dynamic=True, backend=backend)
 
 
 def explain(error: Exception) -> Failure | None:
